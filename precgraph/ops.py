@@ -1,0 +1,209 @@
+"""The operators of the raised graph: what a node of a :class:`~precgraph.graph.PrecisionGraph` can mean.
+
+Each function is an ``torch.fx`` call target and, at the same time, its own definition in the arithmetic of the
+model's upstream code (torch's kernels, transformers' cast points). The ``aten`` kernels of the registry are these
+functions themselves, so a raised graph run with them equals the Hugging Face model bit for bit, gradients too.
+Exact (row-invariant) definitions of the same operators live in :mod:`precgraph.lowering.reference`.
+
+Tensors are token-major over packed tokens: hidden states ``[1, T, C]``, heads ``[1, T, H, D]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from precgraph.errors import LoweringError
+from precgraph.formats import Format, QTensor
+from precgraph.formats import quantize as quantize_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What an attention node fixes: everything but the sequences, which the run-time context supplies.
+
+    ``scale`` multiplies q·k in fp32; ``window`` is the number of visible keys (0: all); ``softcap`` is 0 or the bound
+    of ``softcap * tanh(scores / softcap)``; ``layer`` selects the KV cache.
+    """
+
+    scale: float
+    window: int
+    softcap: float
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# --------------------------------------------------------------------------------------------- forward
+
+
+def embedding(ids: Tensor, weight: Tensor, padding_idx: int) -> Tensor:
+    """Rows of ``weight [V, C]`` at ``ids [1, T]``; ``padding_idx`` (-1: none) matters to the backward only."""
+    return F.embedding(ids, weight, padding_idx if padding_idx >= 0 else None)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x [..., K] @ weight[N, K].T + bias``."""
+    return F.linear(x, weight, bias)
+
+
+def lm_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The linear that makes logits. Its output format (bf16 as upstream, fp32 in exact recipes) is in the annotation."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * bf16(x * rsqrt(mean(x²) + eps))``, mean and product in fp32: Llama, Qwen, Mistral (transformers 5)."""
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def rope_table(position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin ``[1, T, D]`` of ``position · inv_freq`` in fp32, times ``scaling``, rounded to ``dtype``."""
+    freqs = position_ids[:, :, None].float() * inv_freq.float()
+    angles = torch.cat((freqs, freqs), dim=-1)
+    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate ``x [1, T, H, D]`` by halves; every product and the sum are rounded to the dtype of the operands."""
+    half = x.shape[-1] // 2
+    rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    return (x * cos.unsqueeze(2)) + (rotated * sin.unsqueeze(2))
+
+
+def split_heads(x: Tensor, head_dim: int) -> Tensor:
+    """``[1, T, H·D] -> [1, T, H, D]``, a view."""
+    return x.unflatten(-1, (-1, head_dim))
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
+    """Causal attention of packed sequences: ``[1, T, H, D]`` -> out ``[1, T, H·D]`` and log-sum-exp ``[T, H]`` fp32.
+
+    It has no definition without sequences: the kernel takes them from the run-time context.
+    """
+    raise LoweringError("attention runs only inside a compiled program, which supplies the sequences")
+
+
+def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """``act(gate) * up``, the activation rounded to the operands' dtype before the product (SwiGLU, GeGLU)."""
+    return activation_function(activation)(gate) * up
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """A residual sum, or the sum of two gradients, rounded to the operands' dtype."""
+    return x + y
+
+
+def quantize(x: Tensor, fmt: Format) -> QTensor:
+    """Codes and scales of ``x`` in ``fmt`` (:func:`precgraph.formats.quantize`)."""
+    return quantize_tensor(x, fmt)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to ``dtype``."""
+    return x.to(dtype)
+
+
+def activation_function(name: str) -> Callable[[Tensor], Tensor]:
+    """torch's kernel for the activation of a gated unit."""
+    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}[name]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+# -------------------------------------------------------------------------------------------- backward
+
+
+def linear_dgrad(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """``Σ dy_i [..., N_i] @ weight_i [N_i, K]``: the gradient of a value that one or several fused linears read."""
+    if len(dys) != 1:
+        raise LoweringError("upstream arithmetic has no fused DGrad; use fuse_projections = false")
+    flat = dys[0].reshape(-1, dys[0].shape[-1])
+    return flat.mm(weights[0]).view(*dys[0].shape[:-1], weights[0].shape[1])
+
+
+def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    """``dyᵀ @ x``: ``[N, K]``, summed over tokens."""
+    return dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+
+
+def bias_grad(dy: Tensor) -> Tensor:
+    """``dy`` summed over tokens, ``[N]``."""
+    return dy.reshape(-1, dy.shape[-1]).sum(0)
+
+
+def embedding_backward(dy: Tensor, ids: Tensor, num_embeddings: int, padding_idx: int) -> Tensor:
+    """Dense gradient ``[V, C]`` of :func:`embedding`."""
+    return torch.ops.aten.embedding_dense_backward(dy, ids, num_embeddings, padding_idx, False)
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``(dx, dweight)`` of :func:`rms_norm`; the reciprocal root mean square is recomputed from ``x``."""
+    return _autograd(rms_norm, (dy,), x, weight, eps)
+
+
+def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``dx`` of :func:`rope`, with autograd's rounding points."""
+    return _autograd(rope, (dy,), dy, cos, sin)[0]
+
+
+def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """``(dgate, dup)`` of :func:`gated`."""
+    return _autograd(gated, (dy,), gate, up, activation)
+
+
+def attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(dq, dk, dv)`` of :func:`attention` from its saved output and log-sum-exp."""
+    raise LoweringError("attention runs only inside a compiled program, which supplies the sequences")
+
+
+def vjp(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    grads: Sequence[Tensor | None],
+    wrt: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """Vector-Jacobian product of an operator that the passes keep as it is: re-run under autograd.
+
+    ``grads`` has one entry per output (``None``: no gradient reaches it); ``wrt`` are positions in the flattened
+    ``(args, kwargs)`` whose gradients are wanted, in that order.
+    """
+    flat, tree = tree_flatten((list(args), dict(kwargs)))
+    leaves = [a.detach().requires_grad_(i in wrt) if isinstance(a, Tensor) else a for i, a in enumerate(flat)]
+    with torch.enable_grad():
+        again_args, again_kwargs = tree_unflatten(leaves, tree)
+        outputs = target(*again_args, **again_kwargs)
+    outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
+    return torch.autograd.grad([o for o, _ in pairs], [leaves[i] for i in wrt], [g for _, g in pairs])
+
+
+def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> Any:
+    return vjp(op, args, {}, grads, [i for i, a in enumerate(args) if isinstance(a, Tensor)])
+
+
+FORWARD_OPS: tuple[Callable[..., Any], ...] = (
+    embedding, linear, lm_head, rms_norm, rope_table, rope, split_heads, attention, gated, add, quantize, cast,
+)  # fmt: skip
+BACKWARD_OPS: tuple[Callable[..., Any], ...] = (
+    linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, rope_backward, gated_backward,
+    attention_backward, vjp,
+)  # fmt: skip
+OPS: dict[str, Callable[..., Any]] = {f.__name__: f for f in FORWARD_OPS + BACKWARD_OPS}

@@ -1,0 +1,284 @@
+"""Formats of values and the one definition of the quantiser's numerics.
+
+A `Format` states everything that changes a bit of a quantised tensor. `quantize` and `dequantize` are the
+torch reference of that statement: every other kernel (Triton, DeepGEMM's operands, an engine's weight loader)
+has to give the same codes and scales bit for bit.
+
+The rule, in fp32 throughout, for each block of ``r x c`` values that were first rounded to ``source``::
+
+    amax  = max(largest |x|, amax_floor)
+    scale = amax / max                      or  amax * fp32(1 / max)
+    scale = scale rounded up to a power of two, for ue8m0
+    code  = round_to_nearest_even(clamp(x / scale, -max, max))      or  x * fp32(1 / scale)
+
+Upstreams differ in each of these choices (DeepGEMM 2.6, vLLM 0.33, torchao 0.18), hence the fields.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from precgraph.errors import InputError, NonFiniteError, RecipeError
+
+_SHORT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int64": "int64",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_CHOICES = {
+    "dtype": tuple(_SHORT),
+    "scale_dtype": ("float32", "ue8m0"),
+    "scale_rule": ("amax/max", "amax*(1/max)"),
+    "divide": ("true", "reciprocal"),
+    "source": ("bfloat16", "float16", "float32"),
+}
+_GRANULARITY = r"[1-9][0-9]*x[1-9][0-9]*"
+_MANTISSA, _EXPONENT = 0x007FFFFF, 0x7F800000  # fields of an fp32 word
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one value is stored; equal formats give equal bits.
+
+    A plain format has only a ``dtype``. A quantised one (``dtype`` float8_e4m3fn or float8_e5m2) also has a
+    ``granularity`` "ROWSxCOLS": the block that shares a scale, counted on the tensor flattened to [rows,
+    cols]. Any field out of range is a `RecipeError`.
+    """
+
+    dtype: str = "bfloat16"
+    granularity: str | None = None
+    scale_dtype: str = "float32"  # "ue8m0": rounded up to a power of two before it is used, kept as fp32
+    scale_rule: str = "amax/max"
+    divide: str = "true"
+    amax_floor: float = 1e-12
+    source: str = "bfloat16"  # what the input is rounded to before anything else
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    @classmethod
+    def plain(cls, dtype: str) -> Format:
+        """The unquantised format of a torch dtype name, for example ``Format.plain("bfloat16")``."""
+        return cls(dtype=dtype)
+
+    def validate(self) -> None:
+        """Raise `RecipeError` unless every field has an allowed value and the fields fit together."""
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise RecipeError(
+                    f"format: {name} = {value!r} is unknown", remedy=f"use one of {', '.join(allowed)}"
+                )
+        if self.dtype in _FP8:
+            self._validate_blocks()
+            return
+        for field in fields(self)[1:]:
+            if getattr(self, field.name) != field.default:
+                raise RecipeError(
+                    f"format: {field.name} = {getattr(self, field.name)!r} has no meaning for {self.dtype}",
+                    remedy=f"leave it out, or use one of the dtypes {', '.join(_FP8)}",
+                )
+
+    def _validate_blocks(self) -> None:
+        if not isinstance(self.granularity, str) or not re.fullmatch(_GRANULARITY, self.granularity):
+            raise RecipeError(
+                f"format: granularity = {self.granularity!r} does not describe the blocks of {self.dtype}",
+                remedy='write ROWSxCOLS, for example "1x128"',
+            )
+        # A floor that leaves a zero or subnormal scale would make an all-zero block NaN, or depend on whether
+        # the machine flushes subnormals.
+        smallest = self.max * torch.finfo(torch.float32).tiny
+        floor: object = self.amax_floor  # may come from a file
+        if not isinstance(floor, float) or not smallest <= floor < math.inf:
+            raise RecipeError(
+                f"format: amax_floor = {self.amax_floor!r} is not a finite number of at least {smallest:.2g}",
+                remedy="the usual floor is 1e-12",
+            )
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether values are stored as FP8 codes with scales."""
+        return self.granularity is not None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The torch dtype of the stored values (of the codes, if quantised)."""
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns that share one scale; an `InputError` for a plain format."""
+        if self.granularity is None:
+            raise InputError(f"the plain format {self} has no blocks", remedy="ask is_quantized first")
+        rows, cols = self.granularity.split("x")
+        return int(rows), int(cols)
+
+    @property
+    def max(self) -> float:
+        """Largest finite value of the dtype: 448 for e4m3, 57344 for e5m2."""
+        dtype = self.torch_dtype
+        return float(torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max)
+
+    def __str__(self) -> str:
+        """Short and unambiguous: "bf16", "e4m3 1x128", and every rule that is not the default."""
+        if self.granularity is None:
+            return _SHORT[self.dtype]
+        words = [_SHORT[self.dtype], self.granularity]
+        defaults = {field.name: field.default for field in fields(self)}
+        if self.scale_dtype != defaults["scale_dtype"]:
+            words.append(self.scale_dtype)
+        if self.scale_rule != defaults["scale_rule"]:
+            words.append(self.scale_rule)
+        if self.divide != defaults["divide"]:
+            words.append(f"{self.divide} divide")
+        if self.amax_floor != defaults["amax_floor"]:
+            words.append(f"floor {self.amax_floor!r}")
+        if self.source != defaults["source"]:
+            words.append(f"of {_SHORT[self.source]}")
+        return " ".join(words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every rule spelled out; a plain format is its dtype alone. Holds only strings and one float."""
+        if self.granularity is None:
+            return {"dtype": self.dtype}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Format:
+        """The inverse of `to_dict`. `RecipeError`: a missing dtype, or an unknown key (names the nearest)."""
+        known = [field.name for field in fields(cls)]
+        for key in data:
+            if key not in known:
+                nearest = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+                hint = f"did you mean {nearest[0]!r}?" if nearest else f"known keys: {', '.join(known)}"
+                raise RecipeError(f"format: unknown key {key!r}", remedy=hint)
+        if "dtype" not in data:
+            raise RecipeError("format: dtype is missing", remedy=f"use one of {', '.join(_SHORT)}")
+        return cls(**data)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QTensor:
+    """A quantised tensor, seen as [M, K] (leading dims flattened), in blocks of r x c.
+
+    codes: FP8 [M up to a multiple of r, K up to a multiple of c], contiguous, zero padded.
+    scales: fp32 [ceil(M/r), ceil(K/c)], contiguous; powers of two for ue8m0. value = code * scale.
+    shape: the logical shape, leading dims included.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    shape: torch.Size
+    format: Format
+
+
+@torch.no_grad()
+def quantize(x: Tensor, fmt: Format, *, checked: bool = False) -> QTensor:
+    """Quantise ``x`` (bf16, fp16 or fp32; [..., K] of any strides) by the rule of ``fmt``.
+
+    ``x`` is not changed, and no gradient flows. Each block depends on its own values only, so with one row a
+    block a row's codes do not depend on the rows beside it.
+
+    A block that holds an inf or NaN after rounding to ``fmt.source`` gets a non-finite scale and dequantises
+    to NaN in *every* place (its codes are unspecified); ``checked=True`` raises `NonFiniteError` instead, which
+    costs a device synchronisation. `InputError`: another dtype, a 0-d tensor, a plain format.
+    """
+    if not fmt.is_quantized:
+        raise InputError(f"cannot quantise to the plain format {fmt}", remedy="cast with Tensor.to instead")
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32) or x.ndim == 0:
+        raise InputError(
+            f"cannot quantise a {x.ndim}-d {x.dtype} tensor",
+            remedy="pass bf16, fp16 or fp32 with at least one dimension",
+        )
+    blocks = _split(x, fmt)  # [M/r, r, K/c, c] fp32
+    # The floor is a tensor, not a number: amax and floor then meet as two fp32 values, and NaN stays NaN.
+    amax = torch.maximum(blocks.abs().amax(dim=(1, 3), keepdim=True), _constant(fmt.amax_floor, x.device))
+    if checked:
+        _require_finite(amax, x, fmt)
+    scales = _scale(amax, fmt)
+    # True division needs a tensor divisor: on CUDA torch turns `/ number` into a multiplication.
+    values = blocks.div_(scales) if fmt.divide == "true" else blocks.mul_(_constant(1.0, x.device) / scales)
+    rows, r, cols, c = blocks.shape
+    codes = saturating_cast_(values, fmt).reshape(rows * r, cols * c)
+    return QTensor(codes, scales.reshape(rows, cols), x.shape, fmt)
+
+
+def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``code * scale`` in fp32, cut to the logical shape, rounded once to ``dtype``; contiguous."""
+    r, c = q.format.block
+    rows, cols = q.scales.shape
+    k = q.shape[-1]
+    m = math.prod(q.shape[:-1])
+    blocks = q.codes.float().reshape(rows, r, cols, c).mul_(q.scales.view(rows, 1, cols, 1))
+    return blocks.view(rows * r, cols * c)[:m, :k].to(dtype).reshape(q.shape)
+
+
+def saturating_cast_(values: Tensor, fmt: Format) -> Tensor:
+    """fp32 values, already divided by their scale, to FP8 codes: clamp to +-max, round to nearest even.
+
+    The clamp (in place: ``values`` is used up) comes first because casts of too large values differ by
+    backend and version, NaN in some and saturated in others. NaN stays NaN.
+    """
+    return values.clamp_(-fmt.max, fmt.max).to(fmt.torch_dtype)
+
+
+def _split(x: Tensor, fmt: Format) -> Tensor:
+    """``x`` rounded to the source dtype, as zero padded fp32 blocks [M/r, r, K/c, c]; always a copy."""
+    r, c = fmt.block
+    m, k = math.prod(x.shape[:-1]), x.shape[-1]
+    rows, cols = -(-m // r), -(-k // c)
+    flat = x.reshape(m, k).to(getattr(torch, fmt.source))
+    flat = flat.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    if (rows * r, cols * c) != (m, k):
+        flat = F.pad(flat, (0, cols * c - k, 0, rows * r - m))
+    return flat.view(rows, r, cols, c)
+
+
+def _scale(amax: Tensor, fmt: Format) -> Tensor:
+    """The fp32 scale of each block from its floored amax; inf and NaN stay non-finite."""
+    one, largest = _constant(1.0, amax.device), _constant(fmt.max, amax.device)
+    scale = amax / largest if fmt.scale_rule == "amax/max" else amax * (one / largest)
+    return _round_up_to_power_of_two(scale) if fmt.scale_dtype == "ue8m0" else scale
+
+
+def _round_up_to_power_of_two(scale: Tensor) -> Tensor:
+    """Positive normal fp32 to the next power of two, exact powers unchanged.
+
+    Done on the bits: ceil(log2(x)) is one too small just above a power of two.
+    """
+    bits = scale.view(torch.int32)
+    rounded = (bits + _MANTISSA) & _EXPONENT  # any mantissa bit carries into the exponent
+    return torch.where(scale.isfinite(), rounded.view(torch.float32), scale)
+
+
+def _constant(value: float, device: torch.device) -> Tensor:
+    """A 0-d fp32 tensor made on the device by a fill, which a CUDA graph can capture (a copy it cannot)."""
+    return torch.full((), value, dtype=torch.float32, device=device)
+
+
+def _require_finite(amax: Tensor, x: Tensor, fmt: Format) -> None:
+    bad = (~amax.isfinite()).flatten().nonzero()
+    if len(bad) == 0:
+        return
+    row, col = divmod(int(bad[0]), amax.shape[2])
+    r, c = fmt.block
+    raise NonFiniteError(
+        f"inf or NaN in {len(bad)} of {amax.numel()} blocks of a {list(x.shape)} {x.dtype} tensor quantised to "
+        f"{fmt}, first in rows {row * r}..{row * r + r - 1}, columns {col * c}..{col * c + c - 1}",
+        remedy=f"look for an overflow upstream, or a value beyond the range of {fmt.source}",
+    )

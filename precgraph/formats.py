@@ -33,7 +33,10 @@ _SHORT = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "float32": "fp32",
+    "float64": "fp64",
     "int64": "int64",
+    "int32": "int32",
+    "bool": "bool",
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",
 }
@@ -130,9 +133,12 @@ class Format:
 
     @property
     def max(self) -> float:
-        """Largest finite value of the dtype: 448 for e4m3, 57344 for e5m2."""
-        dtype = self.torch_dtype
-        return float(torch.finfo(dtype).max if dtype.is_floating_point else torch.iinfo(dtype).max)
+        """Largest finite value of a floating dtype: 448 for e4m3, 57344 for e5m2; else an `InputError`."""
+        if not self.torch_dtype.is_floating_point:
+            raise InputError(
+                f"the format {self} has no largest value", remedy="ask for it of floating formats"
+            )
+        return float(torch.finfo(self.torch_dtype).max)
 
     def __str__(self) -> str:
         """Short and unambiguous: "bf16", "e4m3 1x128", and every rule that is not the default."""
@@ -195,7 +201,7 @@ def quantize(x: Tensor, fmt: Format, *, checked: bool = False) -> QTensor:
     block a row's codes do not depend on the rows beside it.
 
     A block that holds an inf or NaN after rounding to ``fmt.source`` gets a non-finite scale and dequantises
-    to NaN in *every* place (its codes are unspecified); ``checked=True`` raises `NonFiniteError` instead, which
+    to NaN in *every* place (its codes are unspecified); ``checked=True`` raises `NonFiniteError` instead, and
     costs a device synchronisation. `InputError`: another dtype, a 0-d tensor, a plain format.
     """
     if not fmt.is_quantized:
@@ -225,7 +231,7 @@ def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     k = q.shape[-1]
     m = math.prod(q.shape[:-1])
     blocks = q.codes.float().reshape(rows, r, cols, c).mul_(q.scales.view(rows, 1, cols, 1))
-    return blocks.view(rows * r, cols * c)[:m, :k].to(dtype).reshape(q.shape)
+    return blocks.view(rows * r, cols * c)[:m, :k].to(dtype).contiguous().view(q.shape)
 
 
 def saturating_cast_(values: Tensor, fmt: Format) -> Tensor:
@@ -278,7 +284,7 @@ def _require_finite(amax: Tensor, x: Tensor, fmt: Format) -> None:
     row, col = divmod(int(bad[0]), amax.shape[2])
     r, c = fmt.block
     raise NonFiniteError(
-        f"inf or NaN in {len(bad)} of {amax.numel()} blocks of a {list(x.shape)} {x.dtype} tensor quantised to "
-        f"{fmt}, first in rows {row * r}..{row * r + r - 1}, columns {col * c}..{col * c + c - 1}",
+        f"inf or NaN in {len(bad)} of {amax.numel()} blocks of a {list(x.shape)} {x.dtype} tensor quantised "
+        f"to {fmt}, first in rows {row * r}..{row * r + r - 1}, columns {col * c}..{col * c + c - 1}",
         remedy=f"look for an overflow upstream, or a value beyond the range of {fmt.source}",
     )

@@ -65,7 +65,8 @@ setup: $(STAMP) ## make .venv with the pinned CPU set
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(if $(PYTHON),,echo 'No Python 3.11 or newer was found; name one: make PYTHON=/path/to/python3.11' >&2; exit 1)
 	@echo 'Setting up $(VENV) with $(PYTHON) and $(CONSTRAINTS); this takes a few minutes the first time.'
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@# pip is what venv writes last, so a .venv without it was interrupted.
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@$(INSTALL) --upgrade pip
 	@$(INSTALL) --editable '.[dev,gguf]'
 	@# Only the weights in this package are used. Its dependency, a C++ runtime, would compile for minutes.

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import networkx as nx
@@ -42,7 +41,9 @@ class Precision:
     ``role`` is what the value is (activation, weight, master, gradient, logits, table, index ...), ``format`` how it
     is stored; ``compute`` and ``accumulate`` are dtypes of the arithmetic; ``rules`` are further named choices
     (position of casts, reduction order, softmax dtype ...); ``numerics`` is the id of the kernel's numerics, set by
-    lowering; ``fusion`` names the group of nodes that one kernel may serve; ``saved`` marks what the backward keeps.
+    lowering; ``fusion`` names the group of nodes that one kernel may serve; ``saved`` marks what the backward keeps;
+    ``cache`` is the KV cache layer that a rollout's attention reads; ``note`` says why a node was left as it is.
+    ``phase`` is forward, backward or refresh (made once per weight update).
     """
 
     format: Format
@@ -53,6 +54,8 @@ class Precision:
     numerics: str | None = None
     fusion: str | None = None
     saved: bool = False
+    cache: int | None = None
+    note: str = ""
     phase: str = "forward"
     module: str = ""
     segment: str = ""
@@ -92,12 +95,17 @@ class Record:
 
 @dataclass(eq=False)
 class PrecisionGraph:
-    """One program: ``mode`` is ``raw`` (as traced), ``train`` or ``infer``; ``passes`` lists what has been applied."""
+    """One program: ``mode`` is ``raw`` (as traced), ``train`` or ``infer``; ``passes`` lists what has been applied.
+
+    ``parameters`` are the tensors that parameter nodes read, by their canonical path; ``family`` is the model's class;
+    ``causal_lm`` says that the inputs are ``input_ids`` and ``position_ids`` and the output logits.
+    """
 
     graph: fx.Graph
     parameters: dict[str, Parameter]
     mode: str = "raw"
     family: str = ""
+    causal_lm: bool = False
     recipe: dict[str, Any] | None = None
     passes: list[str] = field(default_factory=list)
 
@@ -156,22 +164,34 @@ class PrecisionGraph:
     def digest(self) -> str:
         """sha256 over the canonical *forward* program: operators, attributes, formats, rules and numerics ids.
 
-        Node names, layouts, fusion groups and what the backward saves do not count, so a trainer's and a rollout's
-        digest of the same forward are equal.
+        Only what the output depends on counts, in an order that follows from the edges alone: node names, layouts and
+        what a training graph adds (saved copies, the backward) do not, so both programs of one policy have one digest.
         """
+        records = {r.name: r for r in self.records()}
         order: dict[str, int] = {}
         rows = []
-        for r in self.records():
-            p = r.precision
-            if p.phase == "backward":
-                continue
-            order[r.name] = len(order)
+        for name in _post_order(records, output_node(self.graph).name):
+            r, p = records[name], records[name].precision
+            order[name] = len(order)
             rows.append([
-                r.op, [[place, order[producer]] for place, producer in r.operands if producer in order],
-                dict(r.attributes), r.parameter, str(r.tensor), p.role, p.format.to_dict(), p.compute, p.accumulate,
-                dict(p.rules), p.numerics,
+                r.op, [[place, order[producer]] for place, producer in r.operands], dict(r.attributes), r.parameter,
+                str(r.tensor), p.role, p.format.to_dict(), p.compute, p.accumulate, dict(p.rules), p.numerics,
             ])  # fmt: skip
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+
+
+def _post_order(records: Mapping[str, Record], root: str) -> Iterator[str]:
+    """Ancestors of ``root``, each after its operands."""
+    seen: set[str] = set()
+    stack = [(root, False)]
+    while stack:
+        name, expanded = stack.pop()
+        if expanded:
+            yield name
+        elif name not in seen:
+            seen.add(name)
+            stack.append((name, True))
+            stack.extend((producer, False) for _, producer in reversed(records[name].operands))
 
 
 # ------------------------------------------------------------------------------------------- nodes

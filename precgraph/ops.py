@@ -96,6 +96,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Ten
     raise LoweringError("attention runs only inside a compiled program, which supplies the sequences")
 
 
+def activate(x: Tensor, activation: str) -> Tensor:
+    """``act(x)``, rounded to x's dtype."""
+    return activation_function(activation)(x)
+
+
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """``act(gate) * up``, the activation rounded to the operands' dtype before the product (SwiGLU, GeGLU)."""
     return activation_function(activation)(gate) * up
@@ -166,11 +171,20 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tup
     return _autograd(gated, (dy,), gate, up, activation)
 
 
+def activate_backward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
+    """``dx`` of :func:`activate`."""
+    return _autograd(activate, (dy,), x, activation)[0]
+
+
 def attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(dq, dk, dv)`` of :func:`attention` from its saved output and log-sum-exp."""
     raise LoweringError("attention runs only inside a compiled program, which supplies the sequences")
+
+
+def accumulate_grad(target: Tensor, grad: Tensor) -> None:
+    """The sink of a gradient: autograd adds ``grad`` to ``target.grad``, ``target`` being a parameter or an input."""
 
 
 def vjp(
@@ -200,10 +214,11 @@ def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> An
 
 
 FORWARD_OPS: tuple[Callable[..., Any], ...] = (
-    embedding, linear, lm_head, rms_norm, rope_table, rope, split_heads, attention, gated, add, quantize, cast,
+    embedding, linear, lm_head, rms_norm, rope_table, rope, split_heads, attention, activate, gated, add, quantize, cast,
 )  # fmt: skip
 BACKWARD_OPS: tuple[Callable[..., Any], ...] = (
-    linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, rope_backward, gated_backward,
-    attention_backward, vjp,
+    linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, rope_backward,
+    activate_backward, gated_backward,
+    attention_backward, vjp, accumulate_grad,
 )  # fmt: skip
 OPS: dict[str, Callable[..., Any]] = {f.__name__: f for f in FORWARD_OPS + BACKWARD_OPS}

@@ -1,0 +1,99 @@
+"""Attention as one opaque operator, which Hugging Face models reach under the name ``precgraph``.
+
+``model.set_attn_implementation("precgraph")`` routes a model's attention to :func:`opaque_attention`. Under
+``torch.export`` it stays one node; run eagerly it computes the reference attention, forward and backward, so that
+a Hugging Face model and a compiled one can be compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from precgraph.errors import UnsupportedModelError
+from precgraph.ops import AttentionSpec
+
+IMPLEMENTATION = "precgraph"
+
+
+def _spec(q: Tensor, k: Tensor, scale: float, window: int, softcap: float, layer: int) -> AttentionSpec:
+    return AttentionSpec(scale, window, softcap, layer, q.shape[2], k.shape[2], q.shape[3])
+
+
+@torch.library.custom_op("precgraph::attention", mutates_args=())
+def opaque_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of every row of ``q [B, T, H, D]``, ``k, v [B, T, Hkv, D]``, each row one sequence.
+
+    Returns the output ``[B, T, H·D]`` in q's dtype and the fp32 log-sum-exp ``[B·T, H]``.
+    """
+    from precgraph.lowering.reference.attention import attend_packed
+
+    spec = _spec(q, k, scale, window, softcap, layer)
+    out, lse = attend_packed(_pack(q), _pack(k), _pack(v), _bounds(q), spec)
+    return out.view(*q.shape[:2], -1), lse
+
+
+@opaque_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int
+) -> tuple[Tensor, Tensor]:
+    rows, tokens, heads, width = q.shape
+    lse = q.new_empty((rows * tokens, heads), dtype=torch.float32)
+    return q.new_empty((rows, tokens, heads * width)), lse
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *rest = inputs
+    ctx.spec = _spec(q, k, *rest)
+    ctx.save_for_backward(q, k, v, *output)
+
+
+def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
+    from precgraph.lowering.reference.attention import attend_packed_backward
+
+    q, k, v, out, lse = ctx.saved_tensors
+    packed = [_pack(t) for t in (dout, q, k, v, out)]
+    grads = attend_packed_backward(*packed, lse, _bounds(q), ctx.spec)
+    return (*(g.view_as(t) for g, t in zip(grads, (q, k, v), strict=True)), None, None, None, None)
+
+
+opaque_attention.register_autograd(_backward, setup_context=_setup)
+
+
+def _pack(x: Tensor) -> Tensor:
+    return x.reshape(1, -1, *x.shape[2:])
+
+
+def _bounds(q: Tensor) -> list[int]:
+    return [row * q.shape[1] for row in range(q.shape[0] + 1)]
+
+
+def _huggingface_attention(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, scaling: float | None = None,
+    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention interface (5.x): ``q [B, H, T, D]``, returns ``[B, T, H, D]``."""
+    if dropout or kwargs.get("s_aux") is not None or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: attention with dropout, sinks or without a causal mask has no exact kernel"
+        )
+    scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    out, _ = opaque_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), scale, int(sliding_window or 0), float(softcap or 0.0),
+        int(getattr(module, "layer_idx", 0)),
+    )  # fmt: skip
+    return out.unflatten(-1, (q.shape[1], q.shape[3])), None
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Causality and windows are in the operator, padding is removed before the program runs."""
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _huggingface_attention)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _no_mask)

@@ -1,0 +1,264 @@
+"""raise: aten patterns become the operators of :mod:`precgraph.ops`.
+
+Each rule is anchored on the node that makes a pattern's result and either rewrites that pattern exactly or leaves it
+alone; what no rule knows stays as it is. The raised graph computes the same bits as the traced one.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+
+from precgraph import ops
+from precgraph.graph import PrecisionGraph, TensorSpec, annotate, arguments, output_node, precision, tensor
+from precgraph.passes.rewrite import closed, emit, is_call
+
+aten = torch.ops.aten
+Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
+
+
+def raise_ops(graph: PrecisionGraph) -> PrecisionGraph:
+    """Apply :data:`RULES` in order, each over the whole graph."""
+    for rule in RULES:
+        for node in list(graph.graph.nodes):
+            if node.op != "call_function" or node._erased:
+                continue
+            with graph.graph.inserting_before(node):
+                replacement = rule(graph.graph, node)
+            if replacement is not None:
+                node.replace_all_uses_with(replacement)
+                graph.graph.erase_node(node)
+        graph.graph.eliminate_dead_code()
+    if graph.causal_lm:
+        _raise_head(graph)
+    return graph
+
+
+# ------------------------------------------------------------------------------------------ layout
+
+
+def cancel_transposes(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``transpose(transpose(x, a, b), a, b) -> x``."""
+    inner = node.args[0] if is_call(node, aten.transpose.int) else None
+    if is_call(inner, aten.transpose.int) and set(inner.args[1:]) == set(node.args[1:]):
+        return inner.args[0]
+    return None
+
+
+def split_heads(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``view(x, [1, T, -1, D])`` of ``[1, T, H·D] -> split_heads(x, D)``."""
+    if not is_call(node, aten.view.default, aten.reshape.default):
+        return None
+    source, shape, result = node.args[0], node.args[1], tensor(node).shape
+    before = tensor(source).shape if "tensor" in source.meta else ()
+    if len(before) != 3 or len(result) != 4 or before[:2] != result[:2] or not isinstance(result[3], int):
+        return None
+    if len(shape) != 4 or shape[2] not in (-1, result[2]) or shape[3] != result[3]:
+        return None
+    return emit(graph, ops.split_heads, (source, result[3]), like=node)
+
+
+def merge_heads(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``reshape(unflatten(x, -1, [H, D]), [1, T, -1]) -> x``."""
+    if is_call(node, aten.reshape.default, aten.view.default) and is_call(node.args[0], aten.unflatten.int):
+        source = node.args[0].args[0]
+        if tensor(source).shape == tensor(node).shape:
+            return source
+    return None
+
+
+# --------------------------------------------------------------------------------------- operators
+
+
+def embedding(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    if not is_call(node, aten.embedding.default):
+        return None
+    given = arguments(node)
+    if given.get("scale_grad_by_freq") or given.get("sparse"):
+        return None
+    return emit(graph, ops.embedding, (given["indices"], given["weight"], given.get("padding_idx", -1)), like=node)
+
+
+def linear(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    if not is_call(node, aten.linear.default):
+        return None
+    given = arguments(node)
+    weight, bias = given["weight"], given.get("bias")
+    if weight.op != "get_attr" or (bias is not None and bias.op != "get_attr"):
+        return None
+    return emit(graph, ops.linear, (given["input"], weight, bias), like=node)
+
+
+def rms_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``w * to(x32 * rsqrt(mean(x32²) + eps), x.dtype)`` with ``x32 = to(x, fp32)``."""
+    if not is_call(node, aten.mul.Tensor):
+        return None
+    weight, narrow = _sort(node.args, lambda n: n.op == "get_attr")
+    if not is_call(narrow, aten.to.dtype) or not is_call(narrow.args[0], aten.mul.Tensor):
+        return None
+    scaled = narrow.args[0]
+    rsqrt, wide = _sort(scaled.args, lambda n: is_call(n, aten.rsqrt.default))
+    if rsqrt is None or not is_call(wide, aten.to.dtype) or wide.args[1] != torch.float32:
+        return None
+    shifted = rsqrt.args[0]
+    if not is_call(shifted, aten.add.Tensor) or not isinstance(shifted.args[1], float):
+        return None
+    mean = shifted.args[0]
+    if not is_call(mean, aten.mean.dim) or mean.args[1:] != ([-1], True):
+        return None
+    square, x = mean.args[0], wide.args[0]
+    if not is_call(square, aten.pow.Tensor_Scalar) or square.args != (wide, 2):
+        return None
+    if narrow.args[1] != getattr(torch, tensor(x).dtype) or len(tensor(weight).shape) != 1:
+        return None
+    if not closed(node, [narrow, scaled, rsqrt, wide, shifted, mean, square]):
+        return None
+    return emit(graph, ops.rms_norm, (x, weight, shifted.args[1]), like=node)
+
+
+def rope_table(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``to(cos(cat(f, f)) * scaling, dtype)`` with ``f = position · inv_freq`` in fp32; sin shares one operator."""
+    found = _table_source(node)
+    if found is None:
+        return None
+    function, positions, frequencies, scaling, dtype = found
+    for user in positions.users:
+        if is_call(user, ops.rope_table) and user.args == (positions, frequencies, scaling, dtype):
+            table = user
+            break
+    else:
+        table = emit(graph, ops.rope_table, (positions, frequencies, scaling, dtype), like=node, tensor=None, role="table")
+    index = 0 if function is aten.cos.default else 1
+    return emit(graph, operator.getitem, (table, index), like=node, role="table")
+
+
+def _table_source(node: fx.Node) -> tuple[Any, ...] | None:
+    if not is_call(node, aten.to.dtype) or not is_call(node.args[0], aten.mul.Tensor):
+        return None
+    trig, scaling = node.args[0].args
+    if not is_call(trig, aten.cos.default, aten.sin.default) or not isinstance(scaling, float | int):
+        return None
+    cat = trig.args[0]
+    if not is_call(cat, aten.cat.default) or cat.args[1:] != (-1,) or cat.args[0][0] is not cat.args[0][1]:
+        return None
+    product = cat.args[0][0]
+    if not is_call(product, aten.mul.Tensor):
+        return None
+    positions, frequencies = _strip(product.args[0]), _strip(product.args[1])
+    if positions.op != "placeholder" or frequencies.op != "get_attr" or tensor(frequencies).dtype != "float32":
+        return None
+    return trig.target, positions, frequencies, float(scaling), node.args[1]
+
+
+def _strip(node: Any) -> fx.Node:
+    """Below the casts to fp32 and unsqueezes of the frequency product."""
+    while is_call(node, aten.to.dtype, aten.to.device, aten.unsqueeze.default, aten._to_copy.default):
+        node = node.args[0]
+    found: fx.Node = node
+    return found
+
+
+def rope(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``x * cos + rotate_half(x) * sin`` on ``transpose(y, 1, 2)``, transposed back: ``rope(y, cos, sin)``."""
+    if not is_call(node, aten.transpose.int) or set(node.args[1:]) != {1, 2}:
+        return None
+    total = node.args[0]
+    if not is_call(total, aten.add.Tensor) or not all(is_call(a, aten.mul.Tensor) for a in total.args):
+        return None
+    straight, turned = total.args
+    x, cos = straight.args
+    rotated, sin = turned.args
+    inner = _rotate_half(rotated, x)
+    if inner is None or not is_call(x, aten.transpose.int) or set(x.args[1:]) != {1, 2}:
+        return None
+    if not all(is_call(t, aten.unsqueeze.default) and t.args[1] == 1 for t in (cos, sin)):
+        return None
+    if not closed(node, [total, straight, turned, rotated, *inner]):
+        return None
+    return emit(graph, ops.rope, (x.args[0], cos.args[0], sin.args[0]), like=node)
+
+
+def _rotate_half(rotated: Any, x: fx.Node) -> list[fx.Node] | None:
+    """The inner nodes of ``cat(-x[..., D/2:], x[..., :D/2])``, or None."""
+    if not is_call(rotated, aten.cat.default) or rotated.args[1:] not in ((-1,), (3,)) or len(rotated.args[0]) != 2:
+        return None
+    negative, first = rotated.args[0]
+    if not is_call(negative, aten.neg.default):
+        return None
+    second = negative.args[0]
+    width = tensor(x).shape[-1]
+    assert isinstance(width, int)
+    for half, start, end in ((first, 0, width // 2), (second, width // 2, width)):
+        if not is_call(half, aten.slice.Tensor) or half.args[0] is not x or half.args[1] not in (3, -1):
+            return None
+        if half.args[2] != start or min(half.args[3], width) != end or len(half.args) > 4:
+            return None
+    return [negative, first, second]
+
+
+def attention(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    if not is_call(node, torch.ops.precgraph.attention.default):
+        return None
+    q, k, v, scale, window, softcap, layer = node.args
+    heads, width = tensor(q).shape[2:]
+    spec = ops.AttentionSpec(scale, window, softcap, layer, heads, tensor(k).shape[2], width)  # type: ignore[arg-type]
+    return emit(graph, ops.attention, (q, k, v, spec), like=node, tensor=None)
+
+
+def activate(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    if is_call(node, aten.silu.default):
+        name = "silu"
+    elif is_call(node, aten.gelu.default):
+        name = {"none": "gelu", "tanh": "gelu_tanh"}[node.kwargs.get("approximate", "none")]
+    else:
+        return None
+    return emit(graph, ops.activate, (node.args[0], name), like=node)
+
+
+def gated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """``activate(gate) * up`` of two values of one shape."""
+    if not is_call(node, aten.mul.Tensor):
+        return None
+    active, up = _sort(node.args, lambda n: is_call(n, ops.activate))
+    if active is None or not isinstance(up, fx.Node) or tensor(up) != tensor(active) or not closed(node, [active]):
+        return None
+    return emit(graph, ops.gated, (active.args[0], up, active.args[1]), like=node)
+
+
+def add(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    if not is_call(node, aten.add.Tensor) or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
+        return None
+    x, y = node.args
+    if not tensor(x) == tensor(y) == tensor(node) or tensor(node).dtype not in ("bfloat16", "float16", "float32"):
+        return None
+    return emit(graph, ops.add, (x, y), like=node, role="residual")
+
+
+RULES: tuple[Rule, ...] = (
+    embedding, linear, rms_norm, rope_table, merge_heads, split_heads, rope, cancel_transposes, attention, activate,
+    gated, add,
+)  # fmt: skip
+
+
+def _sort(pair: Any, wanted: Callable[[fx.Node], bool]) -> tuple[Any, Any]:
+    """The two operands of a commutative node, the wanted one first; (None, None) if there is none."""
+    if len(pair) == 2 and all(isinstance(n, fx.Node) for n in pair):
+        for first, second in (pair, pair[::-1]):
+            if wanted(first):
+                return first, second
+    return None, None
+
+
+def _raise_head(graph: PrecisionGraph) -> None:
+    """The linear that makes a language model's output is its lm_head."""
+    node = output_node(graph.graph).args[0]
+    if is_call(node, ops.linear):
+        node.target = ops.lm_head
+        annotate(node, role="logits")
+        spec = tensor(node)
+        output = output_node(graph.graph)
+        output.meta.update(precision=precision(node), tensor=TensorSpec(spec.dtype, spec.shape))

@@ -1,0 +1,314 @@
+"""Trace a model into a raw :class:`~precgraph.graph.PrecisionGraph` with ``torch.export``.
+
+Hugging Face causal language models become a program over packed tokens, ``input_ids [1, T]`` and
+``position_ids [1, T]`` to logits, with attention as one opaque node. Any other module is traced with example inputs.
+The model itself is left as it was; parameters are referred to by path, so the program runs on the model's own objects.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from precgraph.attention import IMPLEMENTATION
+from precgraph.errors import InputError, TraceError, UnsupportedModelError
+from precgraph.formats import Format
+from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision
+
+_WRAPPER = "model_"  # attribute under which the wrapper holds the traced module
+_DROPPED = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.alias.default")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A raw graph and the tensors that its parameter nodes read: the model's own parameters and buffers."""
+
+    graph: PrecisionGraph
+    tensors: dict[str, Tensor]
+
+
+def trace(model: nn.Module, example_inputs: Sequence[Tensor] | None = None) -> Trace:
+    """Trace ``model`` on whatever device its parameters are, the meta device included.
+
+    ``example_inputs`` are needed for modules that are not Hugging Face causal language models; the second-to-last
+    dimension of each, at least 2, counts tokens and may vary later. Raises UnsupportedModelError for models that
+    cannot be served exactly and TraceError, naming the module, for those that torch.export cannot follow.
+    """
+    require_supported(model)
+    language_model = isinstance(model, PreTrainedModel) and example_inputs is None
+    with _quiet(model):
+        program = _export(model, language_model, example_inputs)
+    if program.graph_signature.buffers_to_mutate:
+        raise UnsupportedModelError(
+            f"buffer {next(iter(program.graph_signature.buffers_to_mutate.values()))!r} is written in forward; "
+            "a program whose state changes as it runs has no exact rollout"
+        )
+    return _Builder(model, program, language_model).build()
+
+
+# ------------------------------------------------------------------------------------------ export
+
+
+class _CausalLM(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model_ = model
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        logits: Tensor = self.model_(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        return logits
+
+
+class _Module(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model_ = model
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.model_(*args)
+
+
+def _export(
+    model: nn.Module, language_model: bool, example_inputs: Sequence[Tensor] | None
+) -> torch.export.ExportedProgram:
+    tokens = torch.export.Dim("T", min=1, max=1 << 20)
+    if language_model:
+        device = next(model.parameters()).device
+        ids = torch.zeros(1, 16, dtype=torch.long, device=device)
+        args: tuple[Tensor, ...] = (ids, torch.arange(16, device=device)[None])
+        wrapper: nn.Module = _CausalLM(model)
+        shapes: Any = ({1: tokens}, {1: tokens})
+    else:
+        args = _check_examples(model, example_inputs)
+        wrapper = _Module(model)
+        shapes = (tuple({a.dim() - 2: tokens} for a in args),)
+    try:
+        return torch.export.export(wrapper, args, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise TraceError(_explain(model, error)) from error
+
+
+def _check_examples(model: nn.Module, example_inputs: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
+    if not example_inputs:
+        raise InputError(
+            f"{type(model).__name__} is not a Hugging Face causal language model: pass example_inputs=(tensor, ...)"
+        )
+    for i, x in enumerate(example_inputs):
+        if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
+            raise InputError(f"example_inputs[{i}] must be a tensor [..., tokens, features] with at least 2 tokens")
+    return tuple(example_inputs)
+
+
+def _explain(model: nn.Module, error: Exception) -> str:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    frames = []
+    at = error.__traceback__
+    while at is not None:
+        owner = at.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            frames.append(owner)
+        at = at.tb_next
+    paths = {id(m): name for name, m in model.named_modules()}
+    where = next((paths[id(m)] for m in reversed(frames) if paths.get(id(m))), type(model).__name__)
+    return (
+        f"module {where!r} cannot be traced: {first}. Control flow that depends on values of tensors cannot be part of "
+        "a program; rewrite it with tensor operations"
+    )
+
+
+@contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """Attention opaque and dropout off while tracing; both are put back as they were."""
+    training = {m: m.training for m in model.modules()}
+    before = model.config._attn_implementation if isinstance(model, PreTrainedModel) else None
+    try:
+        model.eval()
+        if isinstance(model, PreTrainedModel):
+            model.set_attn_implementation(IMPLEMENTATION)
+        yield
+    finally:
+        if isinstance(model, PreTrainedModel):
+            model.set_attn_implementation(before)
+        for module, flag in training.items():
+            module.training = flag
+
+
+# --------------------------------------------------------------------------------------- what is refused
+
+
+def require_supported(model: nn.Module) -> None:
+    """UnsupportedModelError, with the module path and what to do, for what has no exact program."""
+    for path, module in model.named_modules():
+        name = type(module).__name__
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise UnsupportedModelError(f"module {path!r} drops out with p = {module.p}; set it to 0")
+        if hasattr(module, "lora_A"):
+            raise UnsupportedModelError(f"module {path!r} is a LoRA layer; merge it first (merge_and_unload)")
+        if hasattr(module, "base_layer"):
+            raise UnsupportedModelError(f"module {path!r} ({name}) wraps another layer; unwrap the adapter first")
+    config = getattr(model, "config", None)
+    if config is not None:
+        _require_config(config)
+    dtypes = {p.dtype for p in model.parameters()}
+    if dtypes - {torch.bfloat16}:
+        path = next(n for n, p in model.named_parameters() if p.dtype != torch.bfloat16)
+        raise UnsupportedModelError(
+            f"parameter {path!r} is {_dtype_name(model.get_parameter(path).dtype)}; master weights are bfloat16: call "
+            "model.to(torch.bfloat16), or load with dtype=torch.bfloat16"
+        )
+
+
+def _require_config(config: Any) -> None:
+    for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        if getattr(config, key, 0):
+            raise UnsupportedModelError(f"config.{key} = {getattr(config, key)}; set it to 0: dropout has no exact rollout")
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [r.get("rope_type", r.get("type")) for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
+    for kind in ("dynamic", "longrope"):
+        if kind in kinds:
+            raise UnsupportedModelError(
+                f"rope type {kind!r} makes frequencies depend on the total length, so a token's prefill and decode "
+                "differ; exactness is impossible (use linear, yarn or llama3 scaling)"
+            )
+
+
+# ------------------------------------------------------------------------------------------- build
+
+
+class _Builder:
+    """Copies an exported program into a graph on the model's own parameters."""
+
+    def __init__(self, model: nn.Module, program: torch.export.ExportedProgram, language_model: bool) -> None:
+        self.model = model
+        self.program = program
+        self.language_model = language_model
+        self.graph = fx.Graph()
+        self.tensors: dict[str, Tensor] = {}
+        self.parameters: dict[str, Parameter] = {}
+        self.segment = "embed" if language_model else "model"
+
+    def build(self) -> Trace:
+        signature = self.program.graph_signature
+        attributes = {
+            **signature.inputs_to_parameters,
+            **signature.inputs_to_buffers,
+            **signature.inputs_to_lifted_tensor_constants,
+        }
+        env: dict[fx.Node, Any] = {}
+        for node in self.program.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = self._input(node, attributes.get(node.name)) if node.users else None
+        self._copy(self.program.graph_module, env)
+        output = next(reversed(self.program.graph.nodes))
+        self._output([env[n] if isinstance(n, fx.Node) else n for n in output.args[0]])
+        self.graph.eliminate_dead_code()
+        self.graph.lint()
+        for node in self.graph.nodes:
+            if node.op == "get_attr":
+                annotate(node, segment=precision(next(iter(node.users))).segment)
+        graph = PrecisionGraph(self.graph, self.parameters, family=type(self.model).__name__, causal_lm=self.language_model)
+        return Trace(graph, self.tensors)
+
+    def _copy(self, owner: fx.GraphModule, env: dict[fx.Node, Any]) -> None:
+        for node in owner.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if str(node.target) in _DROPPED:
+                env[node] = env[node.args[0]]
+            elif "wrap_with_set_grad_enabled" in str(node.target):
+                env[node] = self._inline(getattr(owner, node.args[1].target), [env[a] for a in node.args[2:]])
+            elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
+                env[node] = env[node.args[0]][node.args[1]]
+            else:
+                env[node] = self._call(node, env)
+
+    def _inline(self, body: fx.GraphModule, values: list[Any]) -> list[Any]:
+        env = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], values, strict=True))
+        self._copy(body, env)
+        return [env[n] for n in next(reversed(body.graph.nodes)).args[0]]
+
+    def _input(self, node: fx.Node, attribute: str | None) -> fx.Node:
+        if attribute is None:
+            new = self.graph.placeholder(node.name)
+            role = "index" if not _fake(node).is_floating_point() else "activation"
+            return self._annotated(new, node, role=role)
+        path = self._parameter(attribute)
+        new = self.graph.create_node("get_attr", path)
+        role = "buffer" if self.parameters[path].buffer else "master"
+        return self._annotated(new, node, role=role, module=path.rpartition(".")[0])
+
+    def _parameter(self, attribute: str) -> str:
+        """The canonical path of an exported attribute: the first of the names that share one tensor."""
+        path = attribute.removeprefix(_WRAPPER + ".")
+        value = self.program.constants.get(attribute)
+        buffer = True
+        aliases: list[str] = []
+        for kind, named in (("parameter", self.model.named_parameters), ("buffer", self.model.named_buffers)):
+            found = dict(named(remove_duplicate=False))
+            if path in found:
+                value, buffer = found[path], kind == "buffer"
+                names = [n for n, t in found.items() if t is value]
+                path, aliases = names[0], names[1:]
+                break
+        if value is None:
+            raise TraceError(f"{attribute!r} is neither a parameter nor a buffer of the model")
+        self.tensors[path] = value
+        self.parameters[path] = Parameter(
+            tuple(value.shape), _dtype_name(value.dtype), value.requires_grad, buffer, tuple(aliases)
+        )
+        return path
+
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
+        new = self.graph.node_copy(node, lambda n: env[n])
+        new.meta.clear()
+        return self._annotated(new, node, role="activation", module=_module_path(node))
+
+    def _annotated(self, new: fx.Node, old: fx.Node, *, role: str, module: str = "") -> fx.Node:
+        if new.op == "call_function" and self.language_model:
+            layer = re.match(r"(?:.*?\.)?layers\.\d+(?=\.|$)|.*?\.h\.\d+(?=\.|$)", module)
+            if layer:
+                self.segment = layer.group(0)
+            elif self.segment != "embed" and "rotary" not in module:
+                self.segment = "head"
+        value = old.meta.get("val")
+        if isinstance(value, Tensor):
+            new.meta["tensor"] = _tensor_spec(value)
+        plain = Format.plain(_dtype_name(value.dtype) if isinstance(value, Tensor) else "int64")
+        new.meta["precision"] = Precision(plain, role=role, module=module, segment=self.segment)
+        return new
+
+    def _output(self, values: list[Any]) -> None:
+        result = values[0] if len(values) == 1 else tuple(values)
+        new = self.graph.output(result)
+        first = values[0]
+        new.meta.update(tensor=first.meta.get("tensor"), precision=first.meta["precision"])
+
+
+def _fake(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def _module_path(node: fx.Node) -> str:
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    deepest = stack[-1] if stack else ""
+    path = "" if deepest.startswith("_empty") else deepest.removeprefix(_WRAPPER).removeprefix(".")
+    return re.sub(r"@\d+", "", path)
+
+
+def _tensor_spec(value: Tensor) -> TensorSpec:
+    dims = tuple(d if isinstance(d, int) else re.sub(r"\bs\d+\b", "T", str(d)) for d in value.shape)
+    return TensorSpec(_dtype_name(value.dtype), dims)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -293,10 +293,11 @@ def test_non_finite_input(
     fmt = Format(E4M3, granularity, scale_dtype=scale_dtype, divide=divide)
     x = torch.ones(200, 300, dtype=dtype)
     x[130, 131] = bad
-    with pytest.raises(NonFiniteError, match="inf or NaN in 1 of"):
+    r, c = fmt.block
+    where = f"first in rows {130 // r * r}..{130 // r * r + r - 1}, columns {131 // c * c}.."
+    with pytest.raises(NonFiniteError, match=f"inf or NaN in 1 of .*, {where}"):
         quantize(x, fmt, checked=True)
     q = quantize(x, fmt)
-    r, c = fmt.block
     bad_block = torch.zeros_like(q.scales, dtype=torch.bool)
     bad_block[130 // r, 131 // c] = True
     assert torch.equal(~q.scales.isfinite(), bad_block)
@@ -401,6 +402,16 @@ def test_gradients_autocast_and_threads_change_nothing() -> None:
         assert bits(quantize(x, fmt)) == want
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@settings(PROFILE, max_examples=60)
+@given(arrays(), formats())
+def test_a_gpu_gives_the_same_bits(x: Array, fmt: Format) -> None:
+    q = quantize(to_torch(x).cuda(), fmt, checked=True)
+    assert_equals_oracle(QTensor(q.codes.cpu(), q.scales.cpu(), q.shape, fmt), x, fmt)
+    assert torch.equal(dequantize(q).cpu(), dequantize(quantize(to_torch(x), fmt)))
 
 
 def test_shapes_on_the_meta_device() -> None:

@@ -88,6 +88,11 @@ def split_heads(x: Tensor, head_dim: int) -> Tensor:
     return x.unflatten(-1, (-1, head_dim))
 
 
+def merge_heads(x: Tensor) -> Tensor:
+    """``[1, T, H, D] -> [1, T, H·D]``."""
+    return x.flatten(-2)
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor | None]:
     """Causal attention of packed sequences: ``[1, T, H, D]`` -> out ``[1, T, H·D]`` and log-sum-exp ``[T, H]`` fp32.
 
@@ -214,7 +219,7 @@ def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> An
 
 
 FORWARD_OPS: tuple[Callable[..., Any], ...] = (
-    embedding, linear, lm_head, rms_norm, rope_table, rope, split_heads, attention, activate, gated, add, quantize, cast,
+    embedding, linear, lm_head, rms_norm, rope_table, rope, split_heads, merge_heads, attention, activate, gated, add, quantize, cast,
 )  # fmt: skip
 BACKWARD_OPS: tuple[Callable[..., Any], ...] = (
     linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, rope_backward,

@@ -282,7 +282,8 @@ class _Builder:
         value = old.meta.get("val")
         if isinstance(value, Tensor):
             new.meta["tensor"] = _tensor_spec(value)
-        plain = Format.plain(_dtype_name(value.dtype) if isinstance(value, Tensor) else "int64")
+        first = value[0] if isinstance(value, tuple | list) else value
+        plain = Format.plain(_dtype_name(first.dtype) if isinstance(first, Tensor) else "int64")
         new.meta["precision"] = Precision(plain, role=role, module=module, segment=self.segment)
         return new
 

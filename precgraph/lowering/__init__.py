@@ -1,0 +1,1 @@
+"""Lowering: which kernel serves which node, on which backend."""

@@ -1,0 +1,1 @@
+"""Reference kernels: plain torch, bitwise row-invariant, the oracle of every other backend."""

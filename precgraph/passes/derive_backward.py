@@ -1,0 +1,289 @@
+"""derive_backward: DGrad, WGrad and every other gradient as nodes of the graph.
+
+The forward is walked in reverse, so that gradients which meet are added in the order in which autograd would add
+them. Quantisers are straight-through: a linear's gradient belongs to the value before its quantiser. What the passes
+do not know gets a ``vjp`` node, which re-runs the operator under autograd.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch.utils._pytree import tree_flatten
+
+from precgraph import ops
+from precgraph.errors import GraphError
+from precgraph.formats import Format
+from precgraph.graph import PrecisionGraph, TensorSpec, annotate, output_node, precision, tensor
+from precgraph.passes.insert_quantize import quantizer
+from precgraph.passes.rewrite import emit, is_call
+from precgraph.recipe import Recipe
+
+Rule = Callable[["_Backward", fx.Node, fx.Node], None]
+
+
+def derive_backward(graph: PrecisionGraph, recipe: Recipe) -> PrecisionGraph:
+    """Append the backward: an input node ``grad_*`` per output, then gradients down to ``accumulate_grad`` sinks.
+
+    A tensor that is used twice (a tied embedding) gets a sink per use. Gradients are derived for the parameters marked trainable and for floating-point inputs.
+    """
+    _Backward(graph, recipe).run()
+    return graph
+
+
+class _Backward:
+    def __init__(self, graph: PrecisionGraph, recipe: Recipe) -> None:
+        self.graph = graph.graph
+        self.parameters = graph.parameters
+        self.recipe = recipe
+        self.forward = [n for n in graph.graph.nodes if n.op != "output"]
+        self.order = {n: i for i, n in enumerate(self.forward)}
+        self.grads: dict[fx.Node, fx.Node] = {}
+        self.parts: dict[fx.Node, dict[int, fx.Node]] = defaultdict(dict)  # of nodes with several outputs
+        self.quantized: dict[tuple[fx.Node, Format], fx.Node] = {}
+        self.groups: dict[tuple[fx.Node, str], list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+        self.needs = self._differentiable()
+
+    def run(self) -> None:
+        output = output_node(self.graph)
+        outputs = output.args[0] if isinstance(output.args[0], tuple) else (output.args[0],)
+        with self.graph.inserting_before(output):
+            for value in outputs:
+                if isinstance(value, fx.Node) and value in self.needs:
+                    self._seed(value)
+            for node in reversed(self.forward):
+                if node in self.needs and (node in self.grads or node in self.parts):
+                    self._backward_of(node)
+
+    def _differentiable(self) -> set[fx.Node]:
+        """Nodes whose value depends on a trainable parameter or a floating-point input."""
+        needs: set[fx.Node] = set()
+        for node in self.forward:
+            floating = "tensor" not in node.meta or "float" in tensor(node).dtype
+            if node.op == "get_attr":
+                parameter = self.parameters[str(node.target)]
+                wanted = parameter.trainable and not parameter.buffer
+            elif node.op == "placeholder":
+                wanted = floating
+            else:
+                wanted = floating and any(a in needs for a in node.all_input_nodes)
+            if wanted:
+                needs.add(node)
+        return needs
+
+    def _seed(self, value: fx.Node) -> None:
+        seed = self.graph.placeholder(f"grad_{value.name}")
+        seed.meta["tensor"] = tensor(value)
+        seed.meta["precision"] = precision(value)
+        annotate(seed, role="gradient", phase="backward", numerics=None, saved=False, note="")
+        self.give(value, seed)
+
+    def _backward_of(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            self.parts[source][index] = self.grads[node]  # type: ignore[index]
+        elif node in self.parts and node.target not in RULES:
+            self._unknown(node, self.parts[node])
+        else:
+            rule = RULES.get(node.target)  # type: ignore[arg-type]
+            grad = self.grads.get(node) or self.parts[node][0]
+            if rule is None:
+                self._unknown(node, {0: grad})
+            else:
+                rule(self, node, grad)
+
+    # ------------------------------------------------------------------------------- for the rules
+    def emit(self, target: Callable[..., Any], args: tuple[Any, ...], *, like: fx.Node, **changes: Any) -> fx.Node:
+        """A node of the backward, in ``like``'s module, segment and arithmetic."""
+        changes.setdefault("role", "gradient")
+        arithmetic = tuple(r for r in precision(like).rules if r[0] == "arithmetic")
+        base = {"rules": arithmetic, "fusion": None, "note": "", "cache": None, "compute": "float32"}
+        return emit(self.graph, target, args, like=like, phase="backward", **{**base, **changes})
+
+    def give(self, value: fx.Node, grad: fx.Node) -> None:
+        """Add ``grad`` to the gradient of ``value``."""
+        if value not in self.needs:
+            return
+        if value.op in ("get_attr", "placeholder"):  # each contribution of its own: segments run one after the other
+            self.emit(ops.accumulate_grad, (value, grad), like=grad, role="sink", compute=None)
+            return
+        if value in self.grads:
+            grad = self.emit(ops.add, (self.grads[value], grad), like=grad, compute=tensor(grad).dtype)
+        self.grads[value] = grad
+
+    def give_parts(self, node: fx.Node, targets: list[Any], like: fx.Node) -> None:
+        """The outputs of ``node`` are gradients of ``targets``; those that nobody needs get no node."""
+        for index, value in enumerate(targets):
+            if isinstance(value, fx.Node) and value in self.needs:
+                grad = self.emit(operator.getitem, (node, index), like=like, tensor=tensor(value), compute=None)
+                self.give(value, grad)
+
+    def quantize(self, value: fx.Node, fmt: Format | None, like: fx.Node, role: str) -> fx.Node:
+        """The quantised form of a gradient, made once per format; the value itself where the recipe has none."""
+        if fmt is None:
+            return value
+        if (value, fmt) not in self.quantized:
+            self.quantized[value, fmt] = quantizer(
+                self.graph, value, fmt, like=like, role=role, phase="backward", module=precision(like).module
+            )
+        return self.quantized[value, fmt]
+
+    def _unknown(self, node: fx.Node, parts: dict[int, fx.Node]) -> None:
+        """The vector-Jacobian product of an operator kept as it is."""
+        flat, _ = tree_flatten((list(node.args), dict(node.kwargs)))
+        wrt = [i for i, a in enumerate(flat) if isinstance(a, fx.Node) and a in self.needs]
+        count = max(max(parts) + 1, _outputs(node))
+        grads = [parts.get(i) for i in range(count)]
+        call = self.emit(
+            ops.vjp, (node.target, list(node.args), dict(node.kwargs), grads, wrt), like=node, tensor=None, compute=None
+        )
+        self.give_parts(call, [flat[i] for i in wrt], like=node)
+
+
+def _outputs(node: fx.Node) -> int:
+    target = node.target
+    return len(target._schema.returns) if isinstance(target, torch._ops.OpOverload) else 1
+
+
+# ------------------------------------------------------------------------------------------- rules
+
+
+def _embedding(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    ids, weight, padding_idx = node.args
+    assert isinstance(weight, fx.Node)
+    args = (dy, ids, tensor(weight).shape[0], padding_idx)
+    b.give(weight, b.emit(ops.embedding_backward, args, like=node, tensor=tensor(weight), role="weight_gradient"))
+
+
+def _linear(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    operand, weight, bias = node.args
+    rule = b.recipe.linear if precision(node).rule("gemm") == "quantized" else None
+    x, master = _source(operand), _source(weight)
+    if x in b.needs:
+        _dgrad(b, node, dy, x, rule.grad_output if rule else None)
+    if master in b.needs:
+        saved = x
+        if rule and rule.wgrad_activation:
+            saved = _saved_quantizer(b, x, node, rule.wgrad_activation)
+        right = b.quantize(dy, rule.wgrad_grad_output if rule else None, node, "gradient")
+        accumulate = precision(node).accumulate
+        b.give(master, b.emit(ops.linear_wgrad, (right, saved), like=node, tensor=tensor(master), role="weight_gradient",
+                              accumulate=accumulate))  # fmt: skip
+    if isinstance(bias, fx.Node) and bias in b.needs:
+        grad = b.emit(ops.bias_grad, (dy,), like=node, tensor=tensor(bias), role="weight_gradient", accumulate="float32")
+        b.give(bias, grad)
+
+
+def _dgrad(b: _Backward, node: fx.Node, dy: fx.Node, x: fx.Node, fmt: Format | None) -> None:
+    """DGrad of one linear, or, at the first member of a fused group, of the whole group at once."""
+    group = precision(node).fusion or node.name
+    left = b.quantize(dy, fmt, node, "gradient")
+    b.groups[x, group].insert(0, (left, node.args[1]))  # type: ignore[arg-type]
+    if any(u is not node and _pending(b, u, node) for u in node.args[0].users):  # type: ignore[union-attr]
+        return
+    dys, weights = zip(*b.groups[x, group], strict=True)
+    call = b.emit(ops.linear_dgrad, (list(dys), list(weights)), like=node, tensor=tensor(x),
+                  accumulate=precision(node).accumulate)  # fmt: skip
+    b.give(x, call)
+
+
+def _pending(b: _Backward, other: fx.Node, node: fx.Node) -> bool:
+    """Whether ``other`` is a member of node's group whose backward is still to come."""
+    if not is_call(other, ops.linear) or precision(node).fusion is None or precision(other).fusion != precision(node).fusion:
+        return False
+    return b.order[other] < b.order[node]
+
+
+def _saved_quantizer(b: _Backward, x: fx.Node, node: fx.Node, fmt: Format) -> fx.Node:
+    """WGrad's activation operand: quantised along tokens from the same value, in the forward, next to its twin."""
+    if (x, fmt) not in b.quantized:
+        with b.graph.inserting_after(node.args[0]):
+            b.quantized[x, fmt] = quantizer(b.graph, x, fmt, like=node, role="saved", module=precision(x).module)
+    return b.quantized[x, fmt]
+
+
+def _source(operand: Any) -> fx.Node:
+    """The value behind a quantiser."""
+    source: fx.Node = operand.args[0] if is_call(operand, ops.quantize) else operand
+    return source
+
+
+def _lm_head(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    x, weight, bias = node.args
+    operands = precision(node).compute
+    assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and operands is not None
+    if tensor(dy).dtype != operands:
+        spec = TensorSpec(operands, tensor(dy).shape)
+        dy = b.emit(ops.cast, (dy, getattr(torch, operands)), like=node, tensor=spec, compute=None)
+    if x in b.needs:
+        b.give(x, b.emit(ops.linear_dgrad, ([dy], [weight]), like=node, tensor=tensor(x), accumulate="float32"))
+    if weight in b.needs:
+        b.give(weight, b.emit(ops.linear_wgrad, (dy, x), like=node, tensor=tensor(weight), role="weight_gradient",
+                              accumulate="float32"))  # fmt: skip
+    if isinstance(bias, fx.Node):
+        grad = b.emit(ops.bias_grad, (dy,), like=node, tensor=tensor(bias), role="weight_gradient", accumulate="float32")
+        b.give(bias, grad)
+
+
+def _rms_norm(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    x, weight, eps = node.args
+    rules = tuple(r for r in precision(node).rules)
+    call = b.emit(ops.rms_norm_backward, (dy, x, weight, eps), like=node, tensor=None, rules=rules)
+    b.give_parts(call, [x, weight], like=node)
+
+
+def _rope(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    x, cos, sin = node.args
+    assert isinstance(x, fx.Node)
+    compute = precision(node).compute
+    b.give(x, b.emit(ops.rope_backward, (dy, cos, sin), like=node, tensor=tensor(x), compute=compute))
+
+
+def _attention(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    q, k, v, spec = node.args
+    with b.graph.inserting_after(node):
+        lse = emit(b.graph, operator.getitem, (node, 1), like=node, role="saved", compute=None,
+                   tensor=TensorSpec("float32", (tensor(q).shape[1], spec.heads)))  # type: ignore[arg-type, union-attr] # fmt: skip
+    out = next(u for u in node.users if is_call(u, operator.getitem) and u.args[1] == 0)
+    args = (dy, q, k, v, out, lse, spec)
+    call = b.emit(ops.attention_backward, args, like=node, tensor=None, rules=precision(node).rules)
+    b.give_parts(call, [q, k, v], like=node)
+
+
+def _activate(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    x, activation = node.args
+    assert isinstance(x, fx.Node)
+    b.give(x, b.emit(ops.activate_backward, (dy, x, activation), like=node, tensor=tensor(x)))
+
+
+def _gated(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    gate, up, activation = node.args
+    call = b.emit(ops.gated_backward, (dy, gate, up, activation), like=node, tensor=None)
+    b.give_parts(call, [gate, up], like=node)
+
+
+def _add(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    for value in node.args:
+        b.give(value, dy)  # type: ignore[arg-type]
+
+
+def _split_heads(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    b.give(source, b.emit(ops.merge_heads, (dy,), like=node, tensor=tensor(source), compute=None))
+
+
+def _no_gradient(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    raise GraphError(f"{node.name}: no gradient passes through a {node.target}")
+
+
+RULES: dict[Any, Rule] = {
+    ops.embedding: _embedding, ops.linear: _linear, ops.lm_head: _lm_head, ops.rms_norm: _rms_norm, ops.rope: _rope,
+    ops.attention: _attention, ops.activate: _activate, ops.gated: _gated, ops.add: _add, ops.split_heads: _split_heads,
+    ops.rope_table: _no_gradient,
+}  # fmt: skip

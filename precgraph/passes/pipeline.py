@@ -1,0 +1,56 @@
+"""The ordered passes from a traced graph to the training and the rollout program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from precgraph.graph import PrecisionGraph
+from precgraph.passes.assign_formats import assign_formats
+from precgraph.passes.bind_cache import bind_cache
+from precgraph.passes.derive_backward import derive_backward
+from precgraph.passes.fuse_projections import fuse_projections
+from precgraph.passes.fuse_quantize import fuse_quantize
+from precgraph.passes.insert_quantize import insert_quantize
+from precgraph.passes.plan_saved import plan_saved
+from precgraph.passes.raise_ops import raise_ops
+from precgraph.passes.spec import check_spec
+from precgraph.recipe import Recipe
+
+Pass = Callable[[PrecisionGraph], PrecisionGraph]
+Observer = Callable[[str, PrecisionGraph], None]
+
+
+def passes_for(mode: str, recipe: Recipe) -> list[tuple[str, Pass]]:
+    """The passes of ``mode`` (``train`` or ``infer``), in order, options bound."""
+    common: list[tuple[str, Pass]] = [
+        ("raise", raise_ops),
+        ("assign_formats", partial(assign_formats, recipe=recipe)),
+        ("fuse_projections", partial(fuse_projections, recipe=recipe)),
+        ("insert_quantize", partial(insert_quantize, recipe=recipe)),
+    ]
+    train: list[tuple[str, Pass]] = [
+        ("derive_backward", partial(derive_backward, recipe=recipe)),
+        ("plan_saved", plan_saved),
+    ]
+    infer: list[tuple[str, Pass]] = [("bind_cache", bind_cache)]
+    return [*common, *{"train": train, "infer": infer}[mode], ("fuse_quantize", fuse_quantize)]
+
+
+def build(
+    raw: PrecisionGraph, mode: str, recipe: Recipe, *, check: bool = False, observe: Sequence[Observer] = ()
+) -> PrecisionGraph:
+    """Run the passes of ``mode`` on a copy of ``raw``; with ``check`` the spec rules run after each.
+
+    ``observe`` callbacks receive the name of each pass and the graph after it (not to be kept: later passes change it).
+    """
+    graph = raw.copy()
+    graph.mode = mode
+    for name, apply in passes_for(mode, recipe):
+        graph = apply(graph)
+        graph.passes.append(name)
+        if check:
+            check_spec(graph, after=name)
+        for callback in observe:
+            callback(name, graph)
+    return graph

@@ -16,9 +16,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := constraints/cpu.txt
 STAMP := $(VENV)/.installed
-# -qq leaves errors only.
+# -qq leaves errors only; `make setup PIP_QUIET=` shows everything.
+PIP_QUIET := -qq
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install -qq -c $(CONSTRAINTS)
+INSTALL := $(PIP) install $(PIP_QUIET) -c $(CONSTRAINTS)
 
 # Nothing here downloads a model: the one that is used comes from a package.
 export HF_HUB_OFFLINE := 1
@@ -64,7 +65,7 @@ setup: $(STAMP) ## make .venv with the pinned CPU set
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(if $(PYTHON),,echo 'No Python 3.11 or newer was found; name one: make PYTHON=/path/to/python3.11' >&2; exit 1)
-	@echo 'Setting up $(VENV) with $(PYTHON) and $(CONSTRAINTS); this takes a few minutes the first time.'
+	@echo 'Setting up $(VENV) with $(PYTHON) and $(CONSTRAINTS): about a minute, more on a slow network.'
 	@# pip is what venv writes last, so a .venv without it was interrupted.
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@$(INSTALL) --upgrade pip

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["KEY_TILE", "QUERY_TILE", "attend", "attend_backward", "attend_packed", "attend_packed_backward"]
 
 KEY_TILE = 128
-QUERY_TILE = 8  # small, since decoding fills one row; divides KEY_TILE, so a tile's last key tile is one for all
+QUERY_TILE = (
+    8  # small, since decoding fills one row; divides KEY_TILE, so a tile's last key tile is one for all
+)
 BACKWARD_QUERIES = 128
 BACKWARD_KEYS = 512
 

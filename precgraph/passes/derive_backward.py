@@ -59,6 +59,8 @@ class _Backward:
             for node in reversed(self.forward):
                 if node in self.needs and (node in self.grads or node in self.parts):
                     self._backward_of(node)
+        for value, grad in self.grads.items():
+            value.meta["gradient"] = grad.name
 
     def _differentiable(self) -> set[fx.Node]:
         """Nodes whose value depends on a trainable parameter or a floating-point input."""

@@ -1,1 +1,158 @@
-"""Reference kernels: plain torch, bitwise row-invariant, the oracle of every other backend."""
+"""Reference kernels: plain torch on any device, bitwise row-invariant, the oracle of every other backend.
+
+Nodes of ``aten`` arithmetic get the upstream definitions of :mod:`precgraph.ops` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from precgraph import ops
+from precgraph.graph import precision
+from precgraph.lowering.reference import elementwise, gemm
+from precgraph.lowering.reference.attention import attend, attend_packed_backward
+from precgraph.lowering.registry import Kernel, Serves, register
+from precgraph.runtime.contexts import AttentionContext, PackedContext
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: ops.AttentionSpec, *, context: AttentionContext
+) -> tuple[Tensor, Tensor]:
+    """Every sequence of the context on its own; a context without a backward gets an empty log-sum-exp."""
+    out = q.new_empty(q.shape[1], spec.heads, spec.head_dim)
+    lse = torch.empty(q.shape[1], spec.heads, dtype=torch.float32, device=q.device)
+    for s in context.sequences(spec.layer, k, v):
+        out[s.start : s.stop], lse[s.start : s.stop] = attend(
+            q[0, s.start : s.stop], s.keys, s.values, s.position, spec, need_lse=True
+        )
+    return out.flatten(1).unsqueeze(0), lse
+
+
+def attention_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: ops.AttentionSpec, *,
+    context: PackedContext,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``(dq, dk, dv)`` of packed sequences."""
+    return attend_packed_backward(dy, q, k, v, out, lse, context.bounds, spec)
+
+
+def _exact(node: fx.Node) -> bool:
+    return precision(node).rule("arithmetic") == "exact"
+
+
+def _aten(node: fx.Node) -> bool:
+    return precision(node).rule("arithmetic") == "aten"
+
+
+def _any(_: fx.Node) -> bool:
+    return True
+
+
+def _computes(dtype: str, serves: Serves = _exact) -> Serves:
+    return lambda node: serves(node) and precision(node).compute == dtype
+
+
+def _operands(node: fx.Node) -> list[Any]:
+    return [precision(a).format for a in node.all_input_nodes]
+
+
+def _fp8_operands(node: fx.Node) -> bool:
+    formats = [f for f in _operands(node)[:2]]
+    return _exact(node) and all(f.is_quantized for f in formats) and precision(node).accumulate == "float32"
+
+
+def _dgrad_operands(node: fx.Node) -> bool:
+    return _exact(node) and all(f.is_quantized for f in _operands(node)) and precision(node).accumulate == "float32"
+
+
+def _plain_operands(node: fx.Node) -> bool:
+    formats = _operands(node)[:2]
+    return _exact(node) and not any(f.is_quantized for f in formats) and precision(node).accumulate == "float32"
+
+
+def _linear_aten(node: fx.Node) -> bool:
+    return _aten(node) and not any(f.is_quantized for f in _operands(node))
+
+
+def _head(node: fx.Node) -> bool:
+    p = precision(node)
+    return _exact(node) and p.compute == "bfloat16" and p.format.dtype == "float32"
+
+
+def _norm(node: fx.Node) -> bool:
+    p = precision(node)
+    return _exact(node) and p.rule("reduction") == "pieces512" and p.compute == "float32" and p.rule("cast") == "before_weight"
+
+
+def _norm_aten(node: fx.Node) -> bool:
+    p = precision(node)
+    return _aten(node) and p.rule("reduction") == "aten" and p.compute == "float32" and p.rule("cast") == "before_weight"
+
+
+def _attention(node: fx.Node) -> bool:
+    p = precision(node)
+    return p.compute == "float32" and p.rule("probabilities") == "bfloat16"
+
+
+def _bf16_rope(node: fx.Node) -> bool:
+    return precision(node).compute == "bfloat16" and "bfloat16" == precision(node.args[1]).format.dtype  # type: ignore[arg-type]
+
+
+def _reference(op: Callable[..., Any], run: Callable[..., Any], serves: Serves, rule: str, **more: Any) -> Kernel:
+    return Kernel(op.__name__, "reference", run, f"reference.{op.__name__}.{rule}", serves, **more)
+
+
+def _upstream(op: Callable[..., Any], serves: Serves = _aten, **more: Any) -> Kernel:
+    return Kernel(op.__name__, "reference", op, f"aten.{op.__name__}", serves, **{"row_invariant": False, **more})
+
+
+_BACKWARD = {"row_invariant": False}
+
+register(
+    # moves and roundings: one definition in every arithmetic
+    _upstream(ops.embedding, _any, row_invariant=True),
+    _upstream(ops.embedding_backward, _any),
+    _upstream(ops.split_heads, _any, row_invariant=True),
+    _upstream(ops.merge_heads, _any, row_invariant=True),
+    _upstream(ops.add, _any, row_invariant=True),
+    _upstream(ops.cast, _any, row_invariant=True),
+    _upstream(ops.accumulate_grad, _any, row_invariant=True),
+    _upstream(ops.vjp, _any),
+    _upstream(ops.rope_table, _any, row_invariant=True),
+    _upstream(ops.rope, _bf16_rope, row_invariant=True),
+    _upstream(ops.rope_backward, _bf16_rope, row_invariant=True),
+    _reference(ops.quantize, ops.quantize, _any, "v1"),
+    # GEMMs
+    _reference(ops.linear, gemm.fp8_linear, _fp8_operands, "fp8_exact_groups", pack=gemm.Float64Weight),
+    _reference(ops.linear_dgrad, gemm.fp8_dgrad, _dgrad_operands, "fp8_exact_groups", pack=gemm.Float64Weight),
+    _reference(ops.linear_wgrad, gemm.fp8_wgrad, _fp8_operands, "fp8_exact_groups", **_BACKWARD),
+    _reference(ops.linear, gemm.tiled_linear, _plain_operands, "tiles16", pack=gemm.Float32Weight),
+    _reference(ops.lm_head, gemm.tiled_logits, _head, "tiles16", pack=gemm.Float32Weight),
+    _reference(ops.linear_dgrad, gemm.plain_dgrad, _plain_operands, "fp32", pack=gemm.Float32Weight, **_BACKWARD),
+    _reference(ops.linear_wgrad, gemm.plain_wgrad, _plain_operands, "fp32", **_BACKWARD),
+    _reference(ops.bias_grad, gemm.bias_grad, _exact, "fp32", **_BACKWARD),
+    _upstream(ops.linear, _linear_aten),
+    _upstream(ops.lm_head, _linear_aten),
+    _upstream(ops.linear_dgrad, _linear_aten),
+    _upstream(ops.linear_wgrad, _linear_aten),
+    _upstream(ops.bias_grad),
+    # around them
+    _reference(ops.rms_norm, elementwise.rms_norm, _norm, "pieces512"),
+    _reference(ops.rms_norm_backward, elementwise.rms_norm_backward, _norm, "pieces512", **_BACKWARD),
+    _upstream(ops.rms_norm, _norm_aten),
+    _upstream(ops.rms_norm_backward, _norm_aten),
+    _reference(ops.rope, elementwise.wide_rope, _computes("float32", _any), "fp32"),
+    _reference(ops.rope_backward, elementwise.wide_rope_backward, _computes("float32", _any), "fp32"),
+    _reference(ops.activate, elementwise.activate, _computes("float32"), "composed"),
+    _reference(ops.activate_backward, elementwise.activate_backward, _computes("float32"), "composed"),
+    _reference(ops.gated, elementwise.gated, _computes("float32"), "composed"),
+    _reference(ops.gated_backward, elementwise.gated_backward, _computes("float32"), "composed"),
+    _upstream(ops.activate), _upstream(ops.activate_backward), _upstream(ops.gated), _upstream(ops.gated_backward),
+    _reference(ops.attention, attention, _attention, "tiles", context=True),
+    _reference(ops.attention_backward, attention_backward, _attention, "fp32", context=True, **_BACKWARD),
+)  # fmt: skip

@@ -1,0 +1,292 @@
+"""A lowered graph as straight-line programs, one forward and one backward per segment.
+
+A segment (embedding, each layer, head) is the unit of checkpointing and profiling. A :class:`Block` is a list of
+steps with one kernel call each, cut down to what its outputs need: a forward whose saved values nobody wants makes
+none, a backward makes the gradients that are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.fx as fx
+from torch import Tensor
+
+from precgraph import ops
+from precgraph.errors import NonFiniteError
+from precgraph.formats import Format, QTensor
+from precgraph.graph import PrecisionGraph, annotate, op_name, output_node, precision
+from precgraph.lowering.registry import Kernel, Pack
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The value of that name, in place of an argument."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class PackKey:
+    """A weight as a kernel family keeps it: master's path, format (None: as it is) and layout."""
+
+    path: str
+    format: Format | None
+    pack: type[Pack]
+
+    def __str__(self) -> str:
+        return f"{self.path}@{self.format or 'plain'}@{self.pack.__name__}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One kernel call; ``free`` names the values that nothing reads afterwards."""
+
+    name: str
+    module: str
+    run: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    free: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Steps that turn ``inputs`` into ``outputs``; both are names of values."""
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    steps: tuple[Step, ...]
+
+    def run(self, values: Values, *, checked: bool = False) -> tuple[Any, ...]:
+        """Run on ``values``, which holds the inputs and is used up. ``checked``: NonFiniteError names the node."""
+        for step in self.steps:
+            result = step.run(*(_fill(a, values) for a in step.args), **{k: _fill(v, values) for k, v in step.kwargs.items()})
+            if checked:
+                _require_finite(step, result)
+            values[step.name] = result
+            for name in step.free:
+                del values[name]
+        return tuple(values[name] for name in self.outputs)
+
+
+def _fill(argument: Any, values: Values) -> Any:
+    if isinstance(argument, Ref):
+        return values[argument.name]
+    if isinstance(argument, list | tuple):
+        return [_fill(a, values) for a in argument]
+    if isinstance(argument, dict):
+        return {k: _fill(v, values) for k, v in argument.items()}
+    return argument
+
+
+def _require_finite(step: Step, result: Any) -> None:
+    parts = result if isinstance(result, tuple | list) else (result,)
+    for part in parts:
+        stored = part.scales if isinstance(part, QTensor) else part
+        if isinstance(stored, Tensor) and stored.is_floating_point() and not torch.isfinite(stored).all():
+            raise NonFiniteError(
+                f"node {step.name} made NaN or infinity", path=step.module, remedy="look at its inputs, first of all the weights"
+            )
+
+
+@dataclass
+class Segment:
+    """The nodes of one segment and the values at its border.
+
+    ``inputs`` come from earlier segments or from the caller, ``outputs`` are read by later ones; ``parameters`` are
+    the masters that get gradients here; ``gradients`` names, per differentiable value at the border, its gradient.
+    """
+
+    name: str
+    nodes: list[fx.Node]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    gradients: Mapping[str, str]
+    sinks: Mapping[str, tuple[str, ...]]
+    _forward: dict[frozenset[str], tuple[Block, tuple[str, ...]]] = field(default_factory=dict)
+    _backward: dict[frozenset[str], Block] = field(default_factory=dict)
+
+    def forward(self, wanted: frozenset[str] = frozenset()) -> tuple[Block, tuple[str, ...]]:
+        """The forward that also keeps what the gradients of ``wanted`` need, and the names of what it keeps."""
+        if wanted not in self._forward:
+            own = {n.name for n in self.nodes if _phase(n) == "forward"}
+            keep = self.backward(wanted).inputs if wanted else ()
+            saved = tuple(name for name in keep if name in own or name in self.inputs)
+            block = _block([n for n in self.nodes if _phase(n) == "forward"], (*self.outputs, *saved))
+            self._forward[wanted] = block, saved
+        return self._forward[wanted]
+
+    def backward(self, wanted: frozenset[str]) -> Block:
+        """The backward that makes the gradients of ``wanted``: parameter paths and names of inputs.
+
+        Its outputs are, per wanted name in sorted order, all contributions to that gradient.
+        """
+        if wanted not in self._backward:
+            outputs = [g for name in sorted(wanted) for g in self.contributions(name)]
+            self._backward[wanted] = _block([n for n in self.nodes if _phase(n) == "backward"], outputs)
+        return self._backward[wanted]
+
+    def contributions(self, name: str) -> tuple[str, ...]:
+        """Names of the gradients that add up to the gradient of a parameter or input."""
+        return self.sinks.get(name, ()) or ((self.gradients[name],) if name in self.gradients else ())
+
+
+@dataclass(frozen=True)
+class Program:
+    """Segments in order; ``packs`` are the weights that the store must hold, ``inputs`` and ``outputs`` the borders."""
+
+    graph: PrecisionGraph
+    segments: tuple[Segment, ...]
+    packs: frozenset[PackKey]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def kernels(self) -> dict[str, Kernel]:
+        """The kernel of every node, by node name."""
+        return {n.name: n.meta["kernel"] for n in self.graph if "kernel" in n.meta}
+
+
+def build_program(graph: PrecisionGraph) -> Program:
+    """Cut a lowered graph into segments."""
+    _merge_if_entangled(graph)
+    nodes = [n for n in graph if n.op == "call_function" and _phase(n) != "refresh" and n.target is not ops.accumulate_grad]
+    by_segment: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        by_segment.setdefault(precision(node).segment, []).append(node)
+    result = output_node(graph.graph).args[0]
+    outputs = tuple(n.name for n in (result if isinstance(result, tuple) else (result,)) if isinstance(n, fx.Node))
+    segments = tuple(_segment(name, members, outputs, graph) for name, members in by_segment.items())
+    packs = frozenset(key for n in nodes for key in _pack_keys(n))
+    inputs = tuple(n.name for n in graph.placeholders if _phase(n) == "forward")
+    return Program(graph, segments, packs, inputs, outputs)
+
+
+def _merge_if_entangled(graph: PrecisionGraph) -> None:
+    """Where a differentiable value is read by two later segments, segments cannot run their backward in turn."""
+    for node in graph:
+        if node.op == "call_function" and _phase(node) == "forward":
+            readers = {precision(u).segment for u in node.users if u.op == "call_function" and _phase(u) == "forward"}
+            if len(readers - {precision(node).segment}) > 1 and "gradient" in node.meta:
+                for other in graph:
+                    annotate(other, segment="model")
+                return
+
+
+def _segment(name: str, nodes: list[fx.Node], outputs: tuple[str, ...], graph: PrecisionGraph) -> Segment:
+    forward = [n for n in nodes if _phase(n) == "forward"]
+    own = {n.name for n in forward}
+    inputs = dict.fromkeys(
+        a.name for n in nodes for a in n.all_input_nodes
+        if a.name not in own and _phase(a) == "forward" and a.op in ("call_function", "placeholder")
+    )  # fmt: skip
+    leaving = tuple(
+        n.name for n in forward
+        if n.name in outputs or any(_phase(u) == "forward" and precision(u).segment != name and u.op == "call_function" for u in n.users)
+    )  # fmt: skip
+    values = {n.name: n for n in graph}
+    border = [values[v] for v in (*inputs, *leaving)]
+    gradients = {v.name: v.meta["gradient"] for v in border if "gradient" in v.meta}
+    sinks: dict[str, tuple[str, ...]] = {}
+    for node in graph:
+        if node.target is ops.accumulate_grad and precision(node).segment == name:
+            target, grad = node.args
+            key = str(target.target) if target.op == "get_attr" else target.name  # type: ignore[union-attr]
+            sinks[key] = (*sinks.get(key, ()), grad.name)  # type: ignore[union-attr]
+    parameters = tuple(k for k in sinks if k in graph.parameters)
+    return Segment(name, nodes, tuple(inputs), leaving, parameters, gradients, sinks)
+
+
+def _phase(node: fx.Node) -> str:
+    return precision(node).phase
+
+
+# ------------------------------------------------------------------------------------------ blocks
+
+
+def _block(nodes: list[fx.Node], outputs: Iterable[str]) -> Block:
+    """The steps among ``nodes`` that ``outputs`` need; an input may be an output too."""
+    outputs = tuple(outputs)
+    needed = set(outputs)
+    kept: list[fx.Node] = []
+    for node in reversed(nodes):
+        if node.name in needed:
+            kept.append(node)
+            needed.update(_reads(node))
+    kept.reverse()
+    made = {n.name for n in kept}
+    last: dict[str, str] = {}
+    for node in kept:
+        for name in _reads(node):
+            last[name] = node.name
+    inputs = tuple(sorted(needed - made))
+    free: dict[str, list[str]] = {}
+    for name, reader in last.items():
+        if name in made and name not in outputs:
+            free.setdefault(reader, []).append(name)
+    return Block(inputs, outputs, tuple(_step(n, tuple(free.get(n.name, ()))) for n in kept))
+
+
+def _step(node: fx.Node, free: tuple[str, ...]) -> Step:
+    kernel: Kernel = node.meta["kernel"]
+    args = tuple(_argument(node, i, a) for i, a in enumerate(node.args))
+    kwargs = {k: _argument(node, None, v) for k, v in node.kwargs.items()}
+    if kernel.context:
+        kwargs["context"] = Ref("context")
+    return Step(node.name, precision(node).module, kernel.run, args, kwargs, free)
+
+
+def _argument(node: fx.Node, position: int | None, value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        key = _pack_key(node, position, value)
+        return Ref(str(key) if key else value.name)
+    if isinstance(value, list | tuple):
+        return [_argument(node, position, v) for v in value]
+    if isinstance(value, dict):
+        return {k: _argument(node, None, v) for k, v in value.items()}
+    return value
+
+
+def _reads(node: fx.Node) -> list[str]:
+    """Names of what a step reads, the context and packed weights included."""
+    names: list[str] = ["context"] if node.meta["kernel"].context else []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Ref):
+            names.append(value.name)
+        elif isinstance(value, list | tuple):
+            for v in value:
+                visit(v)
+        elif isinstance(value, dict):
+            for v in value.values():
+                visit(v)
+
+    visit([_argument(node, i, a) for i, a in enumerate(node.args)])
+    visit({k: _argument(node, None, v) for k, v in node.kwargs.items()})
+    return names
+
+
+def _pack_key(node: fx.Node, position: int | None, value: fx.Node) -> PackKey | None:
+    """The packed weight that stands for operand ``value``: the second argument of linears and of their DGrad."""
+    kernel: Kernel = node.meta["kernel"]
+    if kernel.pack is None or position != 1:
+        return None
+    if value.op == "get_attr":
+        return PackKey(str(value.target), None, kernel.pack)
+    source = value.args[0]
+    assert op_name(value) == "quantize" and isinstance(source, fx.Node)
+    return PackKey(str(source.target), precision(value).format, kernel.pack)
+
+
+def _pack_keys(node: fx.Node) -> list[PackKey]:
+    weights = node.args[1] if node.meta["kernel"].pack and len(node.args) > 1 else ()
+    operands = weights if isinstance(weights, list | tuple) else (weights,)
+    find = partial(_pack_key, node, 1)
+    return [key for key in map(find, (w for w in operands if isinstance(w, fx.Node))) if key]

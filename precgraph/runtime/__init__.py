@@ -1,0 +1,1 @@
+"""Runtime: programs on real tensors, the weight store, the compiled module and the engines."""

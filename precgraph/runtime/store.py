@@ -1,0 +1,108 @@
+"""WeightStore: the quantised weights of a policy, made from its masters, versioned and updated in place."""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from precgraph.errors import NonFiniteError, StaleWeightsError
+from precgraph.lowering.program import PackKey
+from precgraph.lowering.registry import Pack
+
+_STORES: weakref.WeakSet[WeightStore] = weakref.WeakSet()
+
+
+class WeightStore:
+    """Masters by path, and each weight in the layouts that kernels want.
+
+    Storage never moves after a pack is made, so CUDA graphs and other readers stay valid. ``version`` counts refreshes.
+    The store is stale once a master has changed since the last :meth:`refresh`: an optimiser step of any kind is seen
+    by a hook, other in-place writes by the tensors' version counters and addresses, and, with ``checked``, anything
+    else (``p.data`` writes) by a checksum of the masters.
+    """
+
+    def __init__(self, masters: Mapping[str, Tensor], *, checked: bool = False) -> None:
+        self.masters = dict(masters)
+        self.packs: dict[PackKey, Pack] = {}
+        self.version = 0
+        self.checked = checked
+        self._stepped = False
+        self._seen: Any = None
+        _STORES.add(self)
+
+    def require(self, keys: Iterable[PackKey]) -> None:
+        """Make the packs of a program that are not there yet."""
+        for key in sorted(set(keys) - self.packs.keys(), key=str):
+            pack = key.pack.create(self.masters[key.path].detach(), key.format)
+            _require_finite(key, pack)
+            self.packs[key] = pack
+        if self.version == 0:
+            self.version = 1
+            self._seen = self._state()
+
+    @torch.no_grad()
+    def refresh(self) -> int:
+        """Refill every pack from its master, in place; returns the new version. NonFiniteError names a bad weight."""
+        for key, pack in self.packs.items():
+            pack.update(self.masters[key.path].detach())
+            _require_finite(key, pack)
+        self.version += 1
+        self._stepped = False
+        self._seen = self._state()
+        return self.version
+
+    @property
+    def stale(self) -> bool:
+        """Whether a master may have changed since the last refresh."""
+        return self._stepped or self._seen != self._state()
+
+    def require_fresh(self) -> None:
+        """StaleWeightsError if the packs are not those of the masters."""
+        if self.stale:
+            raise StaleWeightsError(
+                f"the masters have changed since weights version {self.version}", remedy="call actor.sync() after optimizer.step()"
+            )
+
+    def values(self) -> dict[str, Any]:
+        """Packs under the names by which programs read them."""
+        return {str(key): pack for key, pack in self.packs.items()}
+
+    def checksum(self) -> int:
+        """crc32 over the bytes of the masters, in the order of their paths."""
+        value = 0
+        for path in sorted(self.masters):
+            raw = self.masters[path].detach().contiguous().flatten().view(torch.uint8)
+            value = zlib.crc32(raw.cpu().numpy(), value)
+        return value
+
+    def _state(self) -> tuple[Any, ...]:
+        marks = tuple((t._version, t.data_ptr()) for t in self.masters.values())
+        return (marks, self.checksum()) if self.checked else (marks,)
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """Called after every optimiser step in the process."""
+        mine = {id(t) for t in self.masters.values()}
+        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            self._stepped = True
+
+
+def _require_finite(key: PackKey, pack: Pack) -> None:
+    for name, tensor in pack.tensors().items():
+        if tensor.dtype == torch.float32 and not torch.isfinite(tensor).all():
+            raise NonFiniteError(
+                f"{name} made from the weight hold NaN or infinity", path=key.path, remedy="restore the weight from a checkpoint"
+            )
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for store in list(_STORES):
+        store.note_step(optimizer)
+
+
+register_optimizer_step_post_hook(_after_step)

@@ -1,0 +1,300 @@
+"""The compiled model: a dynamic subclass of the model's own class whose forward runs a program."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from precgraph.errors import InputError, StaleWeightsError
+from precgraph.graph import PrecisionGraph
+from precgraph.lowering.lower import lower
+from precgraph.lowering.program import Program, build_program
+from precgraph.lowering.registry import Kernel
+from precgraph.passes.pipeline import build
+from precgraph.recipe import Recipe
+from precgraph.runtime.contexts import AttentionContext, PackedContext
+from precgraph.runtime.inputs import Packed, pack
+from precgraph.runtime.logprobs import logprobs_from_logits
+from precgraph.runtime.runner import Runner
+from precgraph.runtime.store import WeightStore
+from precgraph.trace import Trace, require_supported, trace
+
+LOGPROB_ROWS = 512  # rows of logits that token_logprobs holds at a time
+
+
+@dataclass
+class Compiled:
+    """What a compiled model carries under ``model.precgraph``: its trace, program, store and options."""
+
+    trace: Trace
+    mode: str
+    recipe: Recipe
+    backend: str
+    checked: bool
+    store: WeightStore
+    runner: Runner
+    example_inputs: Sequence[Tensor] | None = None
+
+    def __reduce__(self) -> Any:
+        raise InputError("a compiled model cannot be pickled", remedy="save_pretrained() or state_dict() keep its weights")
+
+    @property
+    def graph(self) -> PrecisionGraph:
+        """The lowered graph that runs."""
+        return self.runner.program.graph
+
+    def kernels(self) -> dict[str, Kernel]:
+        """The kernel that runs each node, by node name."""
+        return self.runner.program.kernels()
+
+    # -------------------------------------------------------------------- causal language models
+    def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, *, checkpoint: bool = False) -> Tensor:
+        """``ids, positions [1, T]`` to the hidden states ``[1, T, C]`` that enter the head segment (final norm, lm_head)."""
+        self._ready()
+        body, head = self.runner.program.segments[:-1], self.runner.program.segments[-1]
+        values = {"input_ids": ids, "position_ids": positions, "context": context}
+        hidden: Tensor = self.runner.run(values, _hidden_inputs(head), segments=body, checkpoint=checkpoint)[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head segment: hidden states ``[1, N, C]`` of any rows to logits ``[N, V]``."""
+        program = self.runner.program
+        values = {_hidden_inputs(program.segments[-1])[0]: hidden}
+        logits: Tensor = self.runner.run(values, program.outputs, segments=program.segments[-1:])[0]
+        return logits[0]
+
+    def _ready(self) -> None:
+        """Training always runs on the current masters; a rollout refuses a store that they have left behind."""
+        if self.mode == "infer":
+            self.store.require_fresh()
+        elif self.store.stale:
+            self.store.refresh()
+
+
+def _hidden_inputs(head: Any) -> list[str]:
+    return list(head.inputs)
+
+
+class CompiledModule:
+    """Mixed in before a model's own class; parameters, state and everything but the forward are the model's."""
+
+    precgraph: Compiled
+    own_class: ClassVar[type[nn.Module]]  # the class that was compiled
+
+    def sync(self) -> int:
+        """Refresh the quantised weights from the masters, in place; returns the new weights version.
+
+        Call it after ``optimizer.step()``: rollouts that share the store then serve the new weights.
+        """
+        return self.precgraph.store.refresh()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A compiled copy with parameters, a trace and a store of its own, as for a frozen reference model."""
+        own, twin = self.precgraph, copy.deepcopy(_original(self), memo)
+        return _compiled(twin, own.mode, own.recipe, own.backend, own.checked, None, own.example_inputs)
+
+
+class CompiledCausalLM(CompiledModule):
+    """Forward of compiled Hugging Face causal language models."""
+
+    main_input_name: ClassVar[str] = "input_ids"
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
+        """The model's own call: ``input_ids [B, S]`` to logits ``[B, S, V]`` (zero at masked positions), loss if ``labels``.
+
+        With a mask and no ``position_ids``, positions are ``cumsum(mask) - 1``. One unmasked row whose positions
+        restart, or ``cu_seq_lens_q``, is a packed batch. InputError for what has no exact program: a KV cache, embeddings
+        as input, 4-D masks, hidden states or attentions as output.
+        """
+        packed = _packed(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs)
+        hidden = self.precgraph.hidden(
+            packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(self.is_gradient_checkpointing)  # type: ignore[attr-defined]
+        )
+        logits = _kept_logits(self.precgraph, hidden, packed, logits_to_keep)
+        loss = None
+        if labels is not None:
+            extra = {k: v for k, v in kwargs.items() if k == "num_items_in_batch" and v is not None}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **extra)  # type: ignore[attr-defined]
+        if kwargs.get("return_dict", True) is False:
+            return (logits,) if loss is None else (loss, logits)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class CompiledPlain(CompiledModule):
+    """Forward of other compiled modules: positional tensors as in the example inputs."""
+
+    def forward(self, *args: Tensor) -> Any:
+        compiled = self.precgraph
+        program = compiled.runner.program
+        if len(args) != len(program.inputs):
+            raise InputError(f"{type(self).__name__} was traced with {len(program.inputs)} inputs, not {len(args)}")
+        compiled._ready()
+        results = compiled.runner.run(dict(zip(program.inputs, args, strict=True)), program.outputs)
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+def _packed(
+    model: Any, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Any,
+    inputs_embeds: Tensor | None, use_cache: bool | None, kwargs: dict[str, Any],
+) -> Packed:  # fmt: skip
+    if past_key_values is not None or use_cache:
+        raise InputError("a compiled model has no KV cache of Hugging Face's", remedy="generate with precgraph.runtime.engine.Engine")
+    if inputs_embeds is not None or input_ids is None:
+        raise InputError("a compiled model takes input_ids", remedy="pass token ids instead of embeddings")
+    for name in ("output_hidden_states", "output_attentions"):
+        if kwargs.get(name):
+            raise InputError(f"{name}=True: a compiled program keeps no intermediate values", remedy="ask the original model")
+    known = {"num_items_in_batch", "return_dict", "output_hidden_states", "output_attentions", "cu_seq_lens_q",
+             "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # fmt: skip
+    unknown = sorted(k for k, v in kwargs.items() if k not in known and v is not None)
+    if unknown:
+        raise InputError(f"unknown argument {unknown[0]!r} of a compiled model's forward")
+    return pack(input_ids, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), model.config.vocab_size)
+
+
+def _kept_logits(compiled: Compiled, hidden: Tensor, packed: Packed, logits_to_keep: int | Tensor) -> Tensor:
+    """Logits of the kept positions, counted in the padded batch as Hugging Face counts them."""
+    if isinstance(logits_to_keep, int) and logits_to_keep == 0:
+        return packed.unpack(compiled.logits(hidden))
+    width = packed.shape[1]
+    columns = torch.arange(width, device=hidden.device)
+    columns = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else columns[logits_to_keep]
+    wanted = torch.isin(packed.where % width, columns)
+    rows = wanted.nonzero().flatten()
+    return packed.unpack(compiled.logits(hidden[:, rows]), rows)[:, columns]
+
+
+# ----------------------------------------------------------------------------------------- compile
+
+
+def compile(
+    model: nn.Module,
+    mode: str = "train",
+    recipe: Recipe | None = None,
+    backend: str = "auto",
+    *,
+    example_inputs: Sequence[Tensor] | None = None,
+    checked: bool = False,
+) -> Any:
+    """Compile ``model`` for training or rollout; the result is a model of the same class on the same parameters.
+
+    ``mode="train"`` runs the training program, forward and backward; ``mode="infer"`` the rollout program. Compiling
+    a compiled model for the other mode shares its weights store. ``recipe`` defaults to that of a compiled ``model``,
+    or to :meth:`Recipe.jet_rl`. ``backend`` is ``auto`` or a name of the registry; what was picked is in
+    ``model.precgraph.kernels()``. ``example_inputs`` are needed for modules that are not causal language models.
+    ``checked`` makes every node that yields NaN or infinity, and every unnoticed weight write, an error.
+
+    Raises TraceError, UnsupportedModelError, RecipeError, LoweringError or NonFiniteError, naming the module.
+    """
+    if mode not in ("train", "infer"):
+        raise InputError(f"mode must be 'train' or 'infer', not {mode!r}")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"compile takes a torch module, not {type(model).__name__}")
+    shared = model.__dict__.get("precgraph")
+    if isinstance(shared, Compiled):
+        return _compiled(
+            _original(model), mode, recipe or shared.recipe, shared.backend if backend == "auto" else backend,
+            checked or shared.checked, shared, shared.example_inputs,
+        )  # fmt: skip
+    require_supported(model)
+    return _compiled(model, mode, recipe or Recipe.jet_rl(), backend, checked, None, example_inputs)
+
+
+def _original(model: Any) -> nn.Module:
+    """The model of its own class behind a compiled one, on the same parameters."""
+    original: nn.Module = copy.copy(model)
+    original.__class__ = type(model).own_class
+    del original.__dict__["precgraph"]
+    return original
+
+
+def _compiled(
+    model: nn.Module, mode: str, recipe: Recipe, backend: str, checked: bool, shared: Compiled | None,
+    example_inputs: Sequence[Tensor] | None = None,
+) -> Any:  # fmt: skip
+    traced = shared.trace if shared else trace(model, example_inputs)
+    device = next(iter(traced.tensors.values())).device
+    program = build_lowered(traced.graph, mode, recipe, backend, device)
+    masters = dict(traced.tensors)
+    store = shared.store if shared else WeightStore(masters, checked=checked)
+    store.require(program.packs)
+    mixin = CompiledCausalLM if isinstance(model, PreTrainedModel) and traced.graph.causal_lm else CompiledPlain
+    own = type(model)
+    result = copy.copy(model)
+    result.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own})
+    result.__dict__["precgraph"] = Compiled(
+        traced, mode, recipe, backend, checked, store, Runner(program, store, checked), example_inputs
+    )
+    return result
+
+
+def build_lowered(raw: PrecisionGraph, mode: str, recipe: Recipe, backend: str, device: torch.device) -> Program:
+    """Passes, lowering and segmentation of one mode."""
+    return build_program(lower(build(raw, mode, recipe), backend, device))
+
+
+# ------------------------------------------------------------------------------------ log-probabilities
+
+
+def token_logprobs(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    cu_seq_lens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens of ``input_ids [B, S]`` under a compiled causal language model.
+
+    Returns fp32 ``[B, S - 1]``, whose entry ``t`` is log p(token ``t + 1`` | tokens up to ``t``) of the distribution after
+    ``temperature``, over the full vocabulary, bit for bit what an engine reports for a token that it sampled. Entries
+    that predict nothing (padding, the first token of a sequence) are 0. With ``entropy``, also the entropies in nats.
+    Differentiable; logits exist for %d rows at a time.
+    """
+    compiled: Compiled | None = getattr(model, "precgraph", None)
+    if compiled is None or not compiled.trace.graph.causal_lm:
+        raise InputError("token_logprobs needs a compiled causal language model", remedy="call precgraph.compile(model) first")
+    packed = pack(input_ids, attention_mask, position_ids, cu_seq_lens, model.config.vocab_size)
+    hidden = compiled.hidden(
+        packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(model.is_gradient_checkpointing)
+    )
+    last = torch.tensor([b - 1 for b in packed.bounds[1:]], device=hidden.device)
+    rows = torch.arange(packed.ids.shape[1], device=hidden.device)
+    rows = rows[~torch.isin(rows, last)]
+    targets = packed.ids[0, rows + 1]
+
+    def score(part: Tensor, ids: Tensor) -> Tensor:
+        logp, ent = logprobs_from_logits(compiled.logits(part), ids, temperature, entropy=True)
+        return torch.stack((logp, ent), -1) if entropy else logp[:, None]
+
+    parts = [
+        torch_checkpoint(score, hidden[:, r], i, use_reentrant=False) if torch.is_grad_enabled() else score(hidden[:, r], i)
+        for r, i in zip(rows.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True)
+    ]
+    values = torch.cat(parts) if parts else hidden.new_zeros((0, 1 + entropy), dtype=torch.float32)
+    out = packed.unpack(values, rows)[:, :-1]
+    return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
+
+
+token_logprobs.__doc__ = (token_logprobs.__doc__ or "") % LOGPROB_ROWS

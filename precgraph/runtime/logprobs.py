@@ -1,0 +1,36 @@
+"""Log-probabilities: the one function that engines, plugins and trainers call."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from precgraph.errors import InputError
+
+
+@overload
+def logprobs_from_logits(logits: Tensor, ids: Tensor, temperature: float | Tensor = ..., *, entropy: Literal[False] = ...) -> Tensor: ...
+@overload
+def logprobs_from_logits(
+    logits: Tensor, ids: Tensor, temperature: float | Tensor = ..., *, entropy: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
+def logprobs_from_logits(
+    logits: Tensor, ids: Tensor, temperature: float | Tensor = 1.0, *, entropy: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``log_softmax(logits / temperature)`` at ``ids``, over the full vocabulary; differentiable.
+
+    ``logits [N, V]`` fp32, ``ids [N]``, ``temperature`` a positive number or ``[N]``; returns ``[N]`` fp32, and with
+    ``entropy`` also the distribution's entropy in nats ``[N]``. A row's bits do not depend on the other rows.
+    """
+    if logits.dtype != torch.float32:
+        logits = logits.float()
+    divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
+    if bool((divisor <= 0).any()):
+        raise InputError("temperature must be positive", remedy="greedy sampling is scored at temperature 1")
+    logp = torch.log_softmax(logits / divisor.reshape(-1, 1), dim=-1)
+    chosen = logp.gather(-1, ids.reshape(-1, 1)).squeeze(-1)
+    if not entropy:
+        return chosen
+    return chosen, -(logp.exp() * logp).sum(-1)

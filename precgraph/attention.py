@@ -40,9 +40,7 @@ def opaque_attention(
 
 
 @opaque_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, layer: int) -> tuple[Tensor, Tensor]:
     rows, tokens, heads, width = q.shape
     lse = q.new_empty((rows * tokens, heads), dtype=torch.float32)
     return q.new_empty((rows, tokens, heads * width)), lse
@@ -58,8 +56,9 @@ def _backward(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Any, ...]:
     from precgraph.lowering.reference.attention import attend_packed_backward
 
     q, k, v, out, lse = ctx.saved_tensors
-    packed = [_pack(t) for t in (dout, q, k, v, out)]
-    grads = attend_packed_backward(*packed, lse, _bounds(q), ctx.spec)
+    grads = attend_packed_backward(
+        _pack(dout), _pack(q), _pack(k), _pack(v), _pack(out), lse, _bounds(q), ctx.spec
+    )  # fmt: skip
     return (*(g.view_as(t) for g, t in zip(grads, (q, k, v), strict=True)), None, None, None, None)
 
 
@@ -75,8 +74,8 @@ def _bounds(q: Tensor) -> list[int]:
 
 
 def _huggingface_attention(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None, scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface (5.x): ``q [B, H, T, D]``, returns ``[B, T, H, D]``."""
     if dropout or kwargs.get("s_aux") is not None or not getattr(module, "is_causal", True):

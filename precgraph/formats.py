@@ -82,9 +82,7 @@ class Format:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise RecipeError(
-                    f"format: {name} = {value!r} is unknown", remedy=f"use one of {', '.join(allowed)}"
-                )
+                raise RecipeError(f"format: {name} = {value!r} is unknown", remedy=f"use one of {', '.join(allowed)}")
         if self.dtype in _FP8:
             self._validate_blocks()
             return
@@ -135,9 +133,7 @@ class Format:
     def max(self) -> float:
         """Largest finite value of a floating dtype: 448 for e4m3, 57344 for e5m2; else an `InputError`."""
         if not self.torch_dtype.is_floating_point:
-            raise InputError(
-                f"the format {self} has no largest value", remedy="ask for it of floating formats"
-            )
+            raise InputError(f"the format {self} has no largest value", remedy="ask for it of floating formats")
         return float(torch.finfo(self.torch_dtype).max)
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import networkx as nx
 import torch
-import torch.fx as fx
+from torch import fx
 
 from precgraph import ops
 from precgraph.errors import GraphError
@@ -242,7 +242,8 @@ def function_name(target: Any) -> str:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The graph's output node."""
-    return next(reversed(graph.nodes))
+    node: fx.Node = next(reversed(graph.nodes))
+    return node
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def lm_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The linear that makes logits. Its output format (bf16 as upstream, fp32 in exact recipes) is in the annotation."""
+    """The linear that makes logits; whether they are bf16, as upstream, or fp32 is in the annotation."""
     return F.linear(x, weight, bias)
 
 
@@ -85,7 +85,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """``[1, T, H·D] -> [1, T, H, D]``, a view."""
-    return x.unflatten(-1, (-1, head_dim))
+    heads: Tensor = x.unflatten(-1, (-1, head_dim))
+    return heads
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -128,7 +129,9 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     """torch's kernel for the activation of a gated unit."""
-    return {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}[name]
+    functions: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+    function: Callable[[Tensor], Tensor] = functions[name]
+    return function
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -158,12 +161,14 @@ def bias_grad(dy: Tensor) -> Tensor:
 
 def embedding_backward(dy: Tensor, ids: Tensor, num_embeddings: int, padding_idx: int) -> Tensor:
     """Dense gradient ``[V, C]`` of :func:`embedding`."""
-    return torch.ops.aten.embedding_dense_backward(dy, ids, num_embeddings, padding_idx, False)
+    grad: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, num_embeddings, padding_idx, False)
+    return grad
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``(dx, dweight)`` of :func:`rms_norm`; the reciprocal root mean square is recomputed from ``x``."""
-    return _autograd(rms_norm, (dy,), x, weight, eps)
+    dx, dweight = _autograd(rms_norm, (dy,), x, weight, eps)
+    return dx, dweight
 
 
 def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -173,7 +178,8 @@ def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """``(dgate, dup)`` of :func:`gated`."""
-    return _autograd(gated, (dy,), gate, up, activation)
+    dgate, dup = _autograd(gated, (dy,), gate, up, activation)
+    return dgate, dup
 
 
 def activate_backward(dy: Tensor, x: Tensor, activation: str) -> Tensor:
@@ -214,12 +220,13 @@ def vjp(
     return torch.autograd.grad([o for o, _ in pairs], [leaves[i] for i in wrt], [g for _, g in pairs])
 
 
-def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> Any:
+def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> tuple[Tensor, ...]:
     return vjp(op, args, {}, grads, [i for i, a in enumerate(args) if isinstance(a, Tensor)])
 
 
 FORWARD_OPS: tuple[Callable[..., Any], ...] = (
-    embedding, linear, lm_head, rms_norm, rope_table, rope, split_heads, merge_heads, attention, activate, gated, add, quantize, cast,
+    embedding, linear, lm_head, rms_norm, rope_table, rope, split_heads, merge_heads, attention, activate, gated, add,
+    quantize, cast,
 )  # fmt: skip
 BACKWARD_OPS: tuple[Callable[..., Any], ...] = (
     linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, rope_backward,

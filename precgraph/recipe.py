@@ -68,7 +68,7 @@ class HeadRule:
 
 @dataclass(frozen=True, slots=True)
 class NormRule:
-    """RMSNorm: dtype of its arithmetic and the order of its sum (``pieces512``: pieces of 512 in order, then halves)."""
+    """RMSNorm: dtype of its arithmetic, and order of its sum (``pieces512``: pieces of 512 in order, then halves)."""
 
     compute: str = "float32"
     reduction: str = "pieces512"
@@ -149,12 +149,12 @@ class Recipe:
     def _check_operands(activation: Format, weight: Format) -> None:
         if activation.scale_dtype != weight.scale_dtype:
             raise RecipeError(
-                f"linear.activation has {activation.scale_dtype} scales and linear.weight {weight.scale_dtype}: one GEMM "
-                "takes one kind; set scale_dtype alike"
+                f"linear.activation has {activation.scale_dtype} scales and linear.weight {weight.scale_dtype}: one "
+                "GEMM takes one kind; set scale_dtype alike"
             )
         if activation.block[1] != weight.block[1]:
             raise RecipeError(
-                f"linear.activation is grouped by {activation.block[1]} along K and linear.weight by {weight.block[1]}: "
+                f"linear.activation is grouped by {activation.block[1]} along K, linear.weight by {weight.block[1]}: "
                 "a GEMM needs one grouping of K; set both granularities alike"
             )
 
@@ -190,7 +190,8 @@ class Recipe:
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`. Rules that are absent keep ``jet_rl``'s values, except formats of ``[linear]``,
         which are absent only if that operand is not quantised. Raises RecipeError on an unknown key."""
-        return _load(cls, data, "")
+        recipe: Self = _load(cls, data, "")
+        return recipe
 
     def save(self, path: str | Path) -> None:
         """Write the recipe as TOML."""

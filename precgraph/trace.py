@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.fx as fx
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from transformers import PreTrainedModel
 
 from precgraph.attention import IMPLEMENTATION
@@ -129,7 +128,7 @@ def _explain(model: nn.Module, error: Exception) -> str:
 def _quiet(model: nn.Module) -> Iterator[None]:
     """Attention opaque and dropout off while tracing; both are put back as they were."""
     training = {m: m.training for m in model.modules()}
-    before = model.config._attn_implementation if isinstance(model, PreTrainedModel) else None
+    before = str(model.config._attn_implementation) if isinstance(model, PreTrainedModel) else ""
     try:
         model.eval()
         if isinstance(model, PreTrainedModel):
@@ -170,7 +169,9 @@ def require_supported(model: nn.Module) -> None:
 def _require_config(config: Any) -> None:
     for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(config, key, 0):
-            raise UnsupportedModelError(f"config.{key} = {getattr(config, key)}; set it to 0: dropout has no exact rollout")
+            raise UnsupportedModelError(
+                f"config.{key} = {getattr(config, key)}; set it to 0: dropout has no exact rollout"
+            )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [r.get("rope_type", r.get("type")) for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
     for kind in ("dynamic", "longrope"):
@@ -215,7 +216,9 @@ class _Builder:
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 annotate(node, segment=precision(next(iter(node.users))).segment)
-        graph = PrecisionGraph(self.graph, self.parameters, family=type(self.model).__name__, causal_lm=self.language_model)
+        graph = PrecisionGraph(
+            self.graph, self.parameters, family=type(self.model).__name__, causal_lm=self.language_model
+        )
         return Trace(graph, self.tensors)
 
     def _copy(self, owner: fx.GraphModule, env: dict[fx.Node, Any]) -> None:

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.fx as fx
-from torch import Tensor
+from torch import Tensor, fx
 
 from precgraph import ops
 from precgraph.errors import NonFiniteError
@@ -67,7 +66,9 @@ class Block:
     def run(self, values: Values, *, checked: bool = False) -> tuple[Any, ...]:
         """Run on ``values``, which holds the inputs and is used up. ``checked``: NonFiniteError names the node."""
         for step in self.steps:
-            result = step.run(*(_fill(a, values) for a in step.args), **{k: _fill(v, values) for k, v in step.kwargs.items()})
+            result = step.run(
+                *(_fill(a, values) for a in step.args), **{k: _fill(v, values) for k, v in step.kwargs.items()}
+            )
             if checked:
                 _require_finite(step, result)
             values[step.name] = result
@@ -92,7 +93,9 @@ def _require_finite(step: Step, result: Any) -> None:
         stored = part.scales if isinstance(part, QTensor) else part
         if isinstance(stored, Tensor) and stored.is_floating_point() and not torch.isfinite(stored).all():
             raise NonFiniteError(
-                f"node {step.name} made NaN or infinity", path=step.module, remedy="look at its inputs, first of all the weights"
+                f"node {step.name} made NaN or infinity",
+                path=step.module,
+                remedy="look at its inputs, first of all the weights",
             )
 
 
@@ -157,7 +160,9 @@ class Program:
 def build_program(graph: PrecisionGraph) -> Program:
     """Cut a lowered graph into segments."""
     _merge_if_entangled(graph)
-    nodes = [n for n in graph if n.op == "call_function" and _phase(n) != "refresh" and n.target is not ops.accumulate_grad]
+    nodes = [
+        n for n in graph if n.op == "call_function" and _phase(n) != "refresh" and n.target is not ops.accumulate_grad
+    ]
     by_segment: dict[str, list[fx.Node]] = {}
     for node in nodes:
         by_segment.setdefault(precision(node).segment, []).append(node)
@@ -187,21 +192,24 @@ def _segment(name: str, nodes: list[fx.Node], outputs: tuple[str, ...], graph: P
         a.name for n in nodes for a in n.all_input_nodes
         if a.name not in own and _phase(a) == "forward" and a.op in ("call_function", "placeholder")
     )  # fmt: skip
-    leaving = tuple(
-        n.name for n in forward
-        if n.name in outputs or any(_phase(u) == "forward" and precision(u).segment != name and u.op == "call_function" for u in n.users)
-    )  # fmt: skip
+    leaving = tuple(n.name for n in forward if n.name in outputs or _read_later(n))
     values = {n.name: n for n in graph}
     border = [values[v] for v in (*inputs, *leaving)]
     gradients = {v.name: v.meta["gradient"] for v in border if "gradient" in v.meta}
     sinks: dict[str, tuple[str, ...]] = {}
     for node in graph:
         if node.target is ops.accumulate_grad and precision(node).segment == name:
-            target, grad = node.args
-            key = str(target.target) if target.op == "get_attr" else target.name  # type: ignore[union-attr]
-            sinks[key] = (*sinks.get(key, ()), grad.name)  # type: ignore[union-attr]
+            target, grad = node.all_input_nodes
+            key = str(target.target) if target.op == "get_attr" else target.name
+            sinks[key] = (*sinks.get(key, ()), grad.name)
     parameters = tuple(k for k in sinks if k in graph.parameters)
     return Segment(name, nodes, tuple(inputs), leaving, parameters, gradients, sinks)
+
+
+def _read_later(node: fx.Node) -> bool:
+    """Whether another segment's forward reads the value."""
+    readers = [u for u in node.users if u.op == "call_function" and _phase(u) == "forward"]
+    return any(precision(u).segment != precision(node).segment for u in readers)
 
 
 def _phase(node: fx.Node) -> str:

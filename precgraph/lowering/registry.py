@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
-import torch.fx as fx
-from torch import Tensor
+from torch import Tensor, fx
 
 from precgraph.errors import LoweringError
 from precgraph.formats import Format

@@ -7,12 +7,18 @@ are quantised; the quantisers themselves come with the next pass.
 from __future__ import annotations
 
 import torch
-import torch.fx as fx
+from torch import fx
 
 from precgraph import ops
 from precgraph.formats import Format
 from precgraph.graph import (
-    PrecisionGraph, TensorSpec, annotate, op_name, precision, tensor, with_rules,
+    PrecisionGraph,
+    TensorSpec,
+    annotate,
+    op_name,
+    precision,
+    tensor,
+    with_rules,
 )  # fmt: skip
 from precgraph.passes.rewrite import is_call
 from precgraph.recipe import Recipe
@@ -20,7 +26,8 @@ from precgraph.recipe import Recipe
 aten = torch.ops.aten
 # Between a router and its top-k stand only these.
 _ROUTER_PATH = (
-    aten.softmax.int, aten.sigmoid.default, aten.to.dtype, aten.view.default, aten.reshape.default, aten.add.Tensor, ops.add,
+    aten.softmax.int, aten.sigmoid.default, aten.to.dtype, aten.view.default, aten.reshape.default, aten.add.Tensor,
+    ops.add,
 )  # fmt: skip
 
 
@@ -112,5 +119,3 @@ def _rules(node: fx.Node, **rules: str) -> None:
 def _set_dtype(node: fx.Node, dtype: str) -> None:
     node.meta["tensor"] = TensorSpec(dtype, tensor(node).shape)
     annotate(node, format=Format.plain(dtype))
-
-

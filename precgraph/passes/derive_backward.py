@@ -10,10 +10,10 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.fx as fx
+from torch import fx
 from torch.utils._pytree import tree_flatten
 
 from precgraph import ops
@@ -30,7 +30,8 @@ Rule = Callable[["_Backward", fx.Node, fx.Node], None]
 def derive_backward(graph: PrecisionGraph, recipe: Recipe) -> PrecisionGraph:
     """Append the backward: an input node ``grad_*`` per output, then gradients down to ``accumulate_grad`` sinks.
 
-    A tensor that is used twice (a tied embedding) gets a sink per use. Gradients are derived for the parameters marked trainable and for floating-point inputs.
+    A tensor that is used twice (a tied embedding) gets a sink per use. Gradients are derived for the
+    parameters marked trainable and for floating-point inputs.
     """
     _Backward(graph, recipe).run()
     return graph
@@ -87,8 +88,8 @@ class _Backward:
 
     def _backward_of(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
-            source, index = node.args
-            self.parts[source][index] = self.grads[node]  # type: ignore[index]
+            source, index = cast(tuple[fx.Node, int], node.args)
+            self.parts[source][index] = self.grads[node]
         elif node in self.parts and node.target not in RULES:
             self._unknown(node, self.parts[node])
         else:
@@ -173,11 +174,15 @@ def _linear(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
         if rule and rule.wgrad_activation:
             saved = _saved_quantizer(b, x, node, rule.wgrad_activation)
         right = b.quantize(dy, rule.wgrad_grad_output if rule else None, node, "gradient")
-        accumulate = precision(node).accumulate
-        b.give(master, b.emit(ops.linear_wgrad, (right, saved), like=node, tensor=tensor(master), role="weight_gradient",
-                              accumulate=accumulate))  # fmt: skip
+        call = b.emit(
+            ops.linear_wgrad, (right, saved), like=node, tensor=tensor(master), role="weight_gradient",
+            accumulate=precision(node).accumulate,
+        )  # fmt: skip
+        b.give(master, call)
     if isinstance(bias, fx.Node) and bias in b.needs:
-        grad = b.emit(ops.bias_grad, (dy,), like=node, tensor=tensor(bias), role="weight_gradient", accumulate="float32")
+        grad = b.emit(
+            ops.bias_grad, (dy,), like=node, tensor=tensor(bias), role="weight_gradient", accumulate="float32"
+        )
         b.give(bias, grad)
 
 
@@ -196,7 +201,11 @@ def _dgrad(b: _Backward, node: fx.Node, dy: fx.Node, x: fx.Node, fmt: Format | N
 
 def _pending(b: _Backward, other: fx.Node, node: fx.Node) -> bool:
     """Whether ``other`` is a member of node's group whose backward is still to come."""
-    if not is_call(other, ops.linear) or precision(node).fusion is None or precision(other).fusion != precision(node).fusion:
+    if (
+        not is_call(other, ops.linear)
+        or precision(node).fusion is None
+        or precision(other).fusion != precision(node).fusion
+    ):
         return False
     return b.order[other] < b.order[node]
 
@@ -204,7 +213,7 @@ def _pending(b: _Backward, other: fx.Node, node: fx.Node) -> bool:
 def _saved_quantizer(b: _Backward, x: fx.Node, node: fx.Node, fmt: Format) -> fx.Node:
     """WGrad's activation operand: quantised along tokens from the same value, in the forward, next to its twin."""
     if (x, fmt) not in b.quantized:
-        with b.graph.inserting_after(node.args[0]):
+        with b.graph.inserting_after(node.args[0]):  # type: ignore[arg-type]
             b.quantized[x, fmt] = quantizer(b.graph, x, fmt, like=node, role="saved", module=precision(x).module)
     return b.quantized[x, fmt]
 
@@ -228,7 +237,9 @@ def _lm_head(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
         b.give(weight, b.emit(ops.linear_wgrad, (dy, x), like=node, tensor=tensor(weight), role="weight_gradient",
                               accumulate="float32"))  # fmt: skip
     if isinstance(bias, fx.Node):
-        grad = b.emit(ops.bias_grad, (dy,), like=node, tensor=tensor(bias), role="weight_gradient", accumulate="float32")
+        grad = b.emit(
+            ops.bias_grad, (dy,), like=node, tensor=tensor(bias), role="weight_gradient", accumulate="float32"
+        )
         b.give(bias, grad)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-import torch.fx as fx
+from torch import fx
 
 from precgraph import ops
 from precgraph.graph import PrecisionGraph, annotate, precision

@@ -6,7 +6,7 @@ of the single operators. The nodes stay, so graphs compare the same whether a ba
 
 from __future__ import annotations
 
-import torch.fx as fx
+from torch import fx
 
 from precgraph import ops
 from precgraph.graph import PrecisionGraph, annotate, precision

@@ -6,7 +6,7 @@ A value is quantised once per format however many linears read it. A weight is q
 
 from __future__ import annotations
 
-import torch.fx as fx
+from torch import fx
 
 from precgraph import ops
 from precgraph.formats import Format
@@ -26,7 +26,9 @@ def insert_quantize(graph: PrecisionGraph, recipe: Recipe) -> PrecisionGraph:
         assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and rule.activation and rule.weight
         with graph.graph.inserting_before(node):
             if (x, rule.activation) not in made:
-                made[x, rule.activation] = quantizer(graph.graph, x, rule.activation, like=node, module=precision(x).module)
+                made[x, rule.activation] = quantizer(
+                    graph.graph, x, rule.activation, like=node, module=precision(x).module
+                )
             if (weight, rule.weight) not in made:
                 made[weight, rule.weight] = quantizer(
                     graph.graph, weight, rule.weight, like=node, role="weight", phase="refresh"
@@ -41,6 +43,6 @@ def quantizer(
     """A quantiser of ``value``, in ``like``'s segment and module unless changed."""
     arithmetic = tuple(r for r in precision(like).rules if r[0] == "arithmetic")
     return emit(
-        graph, ops.quantize, (value, fmt), like=like, tensor=value.meta["tensor"], format=fmt, role=role, compute="float32",
-        accumulate=None, rules=arithmetic, fusion=None, note="", **changes,
+        graph, ops.quantize, (value, fmt), like=like, tensor=value.meta["tensor"], format=fmt, role=role,
+        compute="float32", accumulate=None, rules=arithmetic, fusion=None, note="", **changes,
     )  # fmt: skip

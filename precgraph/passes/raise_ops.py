@@ -11,14 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.fx as fx
+from torch import fx
 
 from precgraph import ops
 from precgraph.graph import PrecisionGraph, TensorSpec, annotate, arguments, output_node, precision, tensor
 from precgraph.passes.rewrite import closed, emit, is_call
 
 aten = torch.ops.aten
-Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
+Rule = Callable[[fx.Graph, Any], fx.Node | None]  # fx types arguments too loosely to match on
 
 
 def raise_ops(graph: PrecisionGraph) -> PrecisionGraph:
@@ -41,15 +41,18 @@ def raise_ops(graph: PrecisionGraph) -> PrecisionGraph:
 # ------------------------------------------------------------------------------------------ layout
 
 
-def cancel_transposes(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def cancel_transposes(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``transpose(transpose(x, a, b), a, b) -> x``."""
-    inner = node.args[0] if is_call(node, aten.transpose.int) else None
-    if is_call(inner, aten.transpose.int) and set(inner.args[1:]) == set(node.args[1:]):
-        return inner.args[0]
-    return None
+    if not is_call(node, aten.transpose.int):
+        return None
+    inner = node.args[0]
+    if not is_call(inner, aten.transpose.int) or set(inner.args[1:]) != set(node.args[1:]):
+        return None
+    source: fx.Node = inner.args[0]
+    return source
 
 
-def split_heads(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def split_heads(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``view(x, [1, T, -1, D])`` of ``[1, T, H·D] -> split_heads(x, D)``."""
     if not is_call(node, aten.view.default, aten.reshape.default):
         return None
@@ -62,10 +65,10 @@ def split_heads(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return emit(graph, ops.split_heads, (source, result[3]), like=node)
 
 
-def merge_heads(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def merge_heads(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``reshape(unflatten(x, -1, [H, D]), [1, T, -1]) -> x``."""
     if is_call(node, aten.reshape.default, aten.view.default) and is_call(node.args[0], aten.unflatten.int):
-        source = node.args[0].args[0]
+        source: fx.Node = node.args[0].args[0]
         if tensor(source).shape == tensor(node).shape:
             return source
     return None
@@ -74,7 +77,7 @@ def merge_heads(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 # --------------------------------------------------------------------------------------- operators
 
 
-def embedding(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def embedding(graph: fx.Graph, node: Any) -> fx.Node | None:
     if not is_call(node, aten.embedding.default):
         return None
     given = arguments(node)
@@ -83,7 +86,7 @@ def embedding(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return emit(graph, ops.embedding, (given["indices"], given["weight"], given.get("padding_idx", -1)), like=node)
 
 
-def linear(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def linear(graph: fx.Graph, node: Any) -> fx.Node | None:
     if not is_call(node, aten.linear.default):
         return None
     given = arguments(node)
@@ -93,7 +96,7 @@ def linear(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return emit(graph, ops.linear, (given["input"], weight, bias), like=node)
 
 
-def rms_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def rms_norm(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``w * to(x32 * rsqrt(mean(x32²) + eps), x.dtype)`` with ``x32 = to(x, fp32)``."""
     if not is_call(node, aten.mul.Tensor):
         return None
@@ -120,7 +123,7 @@ def rms_norm(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return emit(graph, ops.rms_norm, (x, weight, shifted.args[1]), like=node)
 
 
-def rope_table(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def rope_table(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``to(cos(cat(f, f)) * scaling, dtype)`` with ``f = position · inv_freq`` in fp32; sin shares one operator."""
     found = _table_source(node)
     if found is None:
@@ -131,12 +134,14 @@ def rope_table(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
             table = user
             break
     else:
-        table = emit(graph, ops.rope_table, (positions, frequencies, scaling, dtype), like=node, tensor=None, role="table")
+        table = emit(
+            graph, ops.rope_table, (positions, frequencies, scaling, dtype), like=node, tensor=None, role="table"
+        )
     index = 0 if function is aten.cos.default else 1
     return emit(graph, operator.getitem, (table, index), like=node, role="table")
 
 
-def _table_source(node: fx.Node) -> tuple[Any, ...] | None:
+def _table_source(node: Any) -> tuple[Any, ...] | None:
     if not is_call(node, aten.to.dtype) or not is_call(node.args[0], aten.mul.Tensor):
         return None
     trig, scaling = node.args[0].args
@@ -162,7 +167,7 @@ def _strip(node: Any) -> fx.Node:
     return found
 
 
-def rope(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def rope(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``x * cos + rotate_half(x) * sin`` on ``transpose(y, 1, 2)``, transposed back: ``rope(y, cos, sin)``."""
     if not is_call(node, aten.transpose.int) or set(node.args[1:]) != {1, 2}:
         return None
@@ -182,7 +187,7 @@ def rope(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return emit(graph, ops.rope, (x.args[0], cos.args[0], sin.args[0]), like=node)
 
 
-def _rotate_half(rotated: Any, x: fx.Node) -> list[fx.Node] | None:
+def _rotate_half(rotated: Any, x: Any) -> list[fx.Node] | None:
     """The inner nodes of ``cat(-x[..., D/2:], x[..., :D/2])``, or None."""
     if not is_call(rotated, aten.cat.default) or rotated.args[1:] not in ((-1,), (3,)) or len(rotated.args[0]) != 2:
         return None
@@ -200,7 +205,7 @@ def _rotate_half(rotated: Any, x: fx.Node) -> list[fx.Node] | None:
     return [negative, first, second]
 
 
-def attention(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def attention(graph: fx.Graph, node: Any) -> fx.Node | None:
     if not is_call(node, torch.ops.precgraph.attention.default):
         return None
     q, k, v, scale, window, softcap, layer = node.args
@@ -209,7 +214,7 @@ def attention(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return emit(graph, ops.attention, (q, k, v, spec), like=node, tensor=None)
 
 
-def activate(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def activate(graph: fx.Graph, node: Any) -> fx.Node | None:
     if is_call(node, aten.silu.default):
         name = "silu"
     elif is_call(node, aten.gelu.default):
@@ -219,7 +224,7 @@ def activate(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return emit(graph, ops.activate, (node.args[0], name), like=node)
 
 
-def gated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def gated(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``activate(gate) * up`` of two values of one shape."""
     if not is_call(node, aten.mul.Tensor):
         return None
@@ -229,7 +234,7 @@ def gated(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return emit(graph, ops.gated, (active.args[0], up, active.args[1]), like=node)
 
 
-def add(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+def add(graph: fx.Graph, node: Any) -> fx.Node | None:
     if not is_call(node, aten.add.Tensor) or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
         return None
     x, y = node.args
@@ -255,7 +260,7 @@ def _sort(pair: Any, wanted: Callable[[fx.Node], bool]) -> tuple[Any, Any]:
 
 def _raise_head(graph: PrecisionGraph) -> None:
     """The linear that makes a language model's output is its lm_head."""
-    node = output_node(graph.graph).args[0]
+    node: Any = output_node(graph.graph).args[0]
     if is_call(node, ops.linear):
         node.target = ops.lm_head
         annotate(node, role="logits")

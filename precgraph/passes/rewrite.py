@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-import torch.fx as fx
+from torch import fx
 
 from precgraph.formats import Format
 from precgraph.graph import Precision, TensorSpec, precision
@@ -23,7 +23,7 @@ def emit(
     args: tuple[Any, ...],
     *,
     like: fx.Node,
-    tensor: TensorSpec | None | str = "same",
+    tensor: TensorSpec | Literal["same"] | None = "same",
     **changes: Any,
 ) -> fx.Node:
     """Append a call at the graph's insertion point, annotated as ``like`` but for ``changes``.
@@ -32,7 +32,7 @@ def emit(
     the tensor's dtype unless given.
     """
     node = graph.call_function(target, args)
-    spec = like.meta.get("tensor") if tensor == "same" else tensor
+    spec: TensorSpec | None = like.meta.get("tensor") if tensor == "same" else tensor
     annotation: Precision = precision(like)
     if spec is not None:
         node.meta["tensor"] = spec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.fx as fx
+from torch import fx
 
 from precgraph import ops
 from precgraph.errors import GraphError
@@ -63,5 +63,7 @@ def check_spec(graph: PrecisionGraph, after: str) -> None:
         for statement, holds in SPEC:
             if not holds(node):
                 module = precision(node).module if "precision" in node.meta else ""
-                raise GraphError(f"after {after}: node {node.name} breaks the rule that {statement}", path=module or None)
+                raise GraphError(
+                    f"after {after}: node {node.name} breaks the rule that {statement}", path=module or None
+                )
     graph.graph.lint()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from precgraph.errors import InputError, StaleWeightsError
+from precgraph.errors import InputError
 from precgraph.graph import PrecisionGraph
 from precgraph.lowering.lower import lower
 from precgraph.lowering.program import Program, build_program
@@ -44,7 +44,9 @@ class Compiled:
     example_inputs: Sequence[Tensor] | None = None
 
     def __reduce__(self) -> Any:
-        raise InputError("a compiled model cannot be pickled", remedy="save_pretrained() or state_dict() keep its weights")
+        raise InputError(
+            "a compiled model cannot be pickled", remedy="save_pretrained() or state_dict() keep its weights"
+        )
 
     @property
     def graph(self) -> PrecisionGraph:
@@ -57,7 +59,7 @@ class Compiled:
 
     # -------------------------------------------------------------------- causal language models
     def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, *, checkpoint: bool = False) -> Tensor:
-        """``ids, positions [1, T]`` to the hidden states ``[1, T, C]`` that enter the head segment (final norm, lm_head)."""
+        """``ids, positions [1, T]`` to the hidden states ``[1, T, C]`` that enter the head (final norm, lm_head)."""
         self._ready()
         body, head = self.runner.program.segments[:-1], self.runner.program.segments[-1]
         values = {"input_ids": ids, "position_ids": positions, "context": context}
@@ -119,15 +121,20 @@ class CompiledCausalLM(CompiledModule):
         logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Tensor, ...]:
-        """The model's own call: ``input_ids [B, S]`` to logits ``[B, S, V]`` (zero at masked positions), loss if ``labels``.
+        """The model's own call: ``input_ids [B, S]`` to logits ``[B, S, V]`` (0 where masked), loss if ``labels``.
 
         With a mask and no ``position_ids``, positions are ``cumsum(mask) - 1``. One unmasked row whose positions
-        restart, or ``cu_seq_lens_q``, is a packed batch. InputError for what has no exact program: a KV cache, embeddings
-        as input, 4-D masks, hidden states or attentions as output.
+        restart, or ``cu_seq_lens_q``, is a packed batch. InputError for what has no exact program: a KV cache,
+        embeddings as input, 4-D masks, hidden states or attentions as output.
         """
-        packed = _packed(self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs)
+        packed = _packed(
+            self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs
+        )
         hidden = self.precgraph.hidden(
-            packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(self.is_gradient_checkpointing)  # type: ignore[attr-defined]
+            packed.ids,
+            packed.positions,
+            PackedContext(packed.bounds),
+            checkpoint=bool(self.is_gradient_checkpointing),  # type: ignore[attr-defined]
         )
         logits = _kept_logits(self.precgraph, hidden, packed, logits_to_keep)
         loss = None
@@ -136,7 +143,7 @@ class CompiledCausalLM(CompiledModule):
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **extra)  # type: ignore[attr-defined]
         if kwargs.get("return_dict", True) is False:
             return (logits,) if loss is None else (loss, logits)
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)  # type: ignore[arg-type]
 
 
 class CompiledPlain(CompiledModule):
@@ -153,16 +160,20 @@ class CompiledPlain(CompiledModule):
 
 
 def _packed(
-    model: Any, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None, past_key_values: Any,
-    inputs_embeds: Tensor | None, use_cache: bool | None, kwargs: dict[str, Any],
+    model: Any, input_ids: Tensor | None, attention_mask: Tensor | None, position_ids: Tensor | None,
+    past_key_values: Any, inputs_embeds: Tensor | None, use_cache: bool | None, kwargs: dict[str, Any],
 ) -> Packed:  # fmt: skip
     if past_key_values is not None or use_cache:
-        raise InputError("a compiled model has no KV cache of Hugging Face's", remedy="generate with precgraph.runtime.engine.Engine")
+        raise InputError(
+            "a compiled model has no KV cache of Hugging Face's", remedy="generate with precgraph.runtime.engine.Engine"
+        )
     if inputs_embeds is not None or input_ids is None:
         raise InputError("a compiled model takes input_ids", remedy="pass token ids instead of embeddings")
     for name in ("output_hidden_states", "output_attentions"):
         if kwargs.get(name):
-            raise InputError(f"{name}=True: a compiled program keeps no intermediate values", remedy="ask the original model")
+            raise InputError(
+                f"{name}=True: a compiled program keeps no intermediate values", remedy="ask the original model"
+            )
     known = {"num_items_in_batch", "return_dict", "output_hidden_states", "output_attentions", "cu_seq_lens_q",
              "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # fmt: skip
     unknown = sorted(k for k, v in kwargs.items() if k not in known and v is not None)
@@ -240,7 +251,9 @@ def _compiled(
     mixin = CompiledCausalLM if isinstance(model, PreTrainedModel) and traced.graph.causal_lm else CompiledPlain
     own = type(model)
     result = copy.copy(model)
-    result.__class__ = type(own.__name__, (mixin, own), {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own})
+    result.__class__ = type(
+        own.__name__, (mixin, own), {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own}
+    )
     result.__dict__["precgraph"] = Compiled(
         traced, mode, recipe, backend, checked, store, Runner(program, store, checked), example_inputs
     )
@@ -267,14 +280,16 @@ def token_logprobs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities of the tokens of ``input_ids [B, S]`` under a compiled causal language model.
 
-    Returns fp32 ``[B, S - 1]``, whose entry ``t`` is log p(token ``t + 1`` | tokens up to ``t``) of the distribution after
-    ``temperature``, over the full vocabulary, bit for bit what an engine reports for a token that it sampled. Entries
-    that predict nothing (padding, the first token of a sequence) are 0. With ``entropy``, also the entropies in nats.
-    Differentiable; logits exist for %d rows at a time.
+    Returns fp32 ``[B, S - 1]``, whose entry ``t`` is log p(token ``t + 1`` | tokens up to ``t``) of the distribution
+    after ``temperature``, over the full vocabulary, bit for bit what an engine reports for a token that it sampled.
+    Entries that predict nothing (padding, the first token of a sequence) are 0. With ``entropy``, also the entropies
+    in nats. Differentiable; logits exist for %d rows at a time.
     """
     compiled: Compiled | None = getattr(model, "precgraph", None)
     if compiled is None or not compiled.trace.graph.causal_lm:
-        raise InputError("token_logprobs needs a compiled causal language model", remedy="call precgraph.compile(model) first")
+        raise InputError(
+            "token_logprobs needs a compiled causal language model", remedy="call precgraph.compile(model) first"
+        )
     packed = pack(input_ids, attention_mask, position_ids, cu_seq_lens, model.config.vocab_size)
     hidden = compiled.hidden(
         packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(model.is_gradient_checkpointing)
@@ -289,7 +304,9 @@ def token_logprobs(
         return torch.stack((logp, ent), -1) if entropy else logp[:, None]
 
     parts = [
-        torch_checkpoint(score, hidden[:, r], i, use_reentrant=False) if torch.is_grad_enabled() else score(hidden[:, r], i)
+        torch_checkpoint(score, hidden[:, r], i, use_reentrant=False)
+        if torch.is_grad_enabled()
+        else score(hidden[:, r], i)
         for r, i in zip(rows.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True)
     ]
     values = torch.cat(parts) if parts else hidden.new_zeros((0, 1 + entropy), dtype=torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Packed:
     shape: tuple[int, int]
 
     def unpack(self, values: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Scatter ``values [n, ...]`` of packed tokens (those at ``rows``, or all) into ``[B, S, ...]``, 0 elsewhere."""
+        """Scatter ``values [n, ...]`` of packed tokens (at ``rows``, or all) into ``[B, S, ...]``, 0 elsewhere."""
         where = self.where if rows is None else self.where[rows]
         size = self.shape[0] * self.shape[1]
         out = values.new_zeros((size, *values.shape[1:])).index_copy(0, where, values)
@@ -51,11 +52,13 @@ def pack(
     if position_ids is not None:
         position_ids = position_ids.expand(rows, -1) if position_ids.dim() == 2 else position_ids
         if position_ids.shape != input_ids.shape:
-            raise InputError(f"position_ids must have the shape of input_ids {tuple(input_ids.shape)}, not {_describe(position_ids)}")
+            raise InputError(
+                f"position_ids must have the shape of input_ids {tuple(input_ids.shape)}, not {_describe(position_ids)}"
+            )
     lengths = mask.sum(1).tolist()
     if cu_seq_lens is not None:
         bounds = _check_cu_seq_lens(cu_seq_lens, rows, width, mask)
-        positions = torch.cat([torch.arange(b - a) for a, b in zip(bounds, bounds[1:], strict=False)])[None].to(input_ids.device)
+        positions = torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])[None].to(input_ids.device)
         positions = positions if position_ids is None else position_ids
     else:
         positions = mask.cumsum(1) - 1 if position_ids is None else position_ids
@@ -65,7 +68,9 @@ def pack(
         raise InputError("the batch holds no token: every position is masked")
     ids = input_ids.flatten()[where]
     if vocab_size is not None and ids.device.type == "cpu" and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
-        raise InputError(f"input_ids hold {int(ids.min())}..{int(ids.max())}, outside the vocabulary 0..{vocab_size - 1}")
+        raise InputError(
+            f"input_ids hold {int(ids.min())}..{int(ids.max())}, outside the vocabulary 0..{vocab_size - 1}"
+        )
     return Packed(ids[None].long(), positions.flatten()[where][None].long(), bounds, where, (rows, width))
 
 
@@ -81,13 +86,15 @@ def _check_mask(mask: Tensor | None, input_ids: Tensor) -> Tensor:
     starts = (valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0]
     if bool((starts > 1).any()):
         row = int((starts > 1).nonzero()[0])
-        raise InputError(f"attention_mask has a hole in row {row}", remedy="pad on one side only, or pack sequences into one row")
+        raise InputError(
+            f"attention_mask has a hole in row {row}", remedy="pad on one side only, or pack sequences into one row"
+        )
     return valid
 
 
 def _check_cu_seq_lens(cu_seq_lens: Tensor, rows: int, width: int, mask: Tensor) -> tuple[int, ...]:
     bounds = tuple(cu_seq_lens.flatten().tolist())
-    rising = all(a < b for a, b in zip(bounds, bounds[1:], strict=False))
+    rising = all(a < b for a, b in pairwise(bounds))
     if rows != 1 or not bool(mask.all()) or bounds[:1] != (0,) or bounds[-1] != width or not rising:
         raise InputError(f"cu_seq_lens {list(bounds)} must rise from 0 to {width} over a batch of one unmasked row")
     return bounds

@@ -11,7 +11,9 @@ from precgraph.errors import InputError
 
 
 @overload
-def logprobs_from_logits(logits: Tensor, ids: Tensor, temperature: float | Tensor = ..., *, entropy: Literal[False] = ...) -> Tensor: ...
+def logprobs_from_logits(
+    logits: Tensor, ids: Tensor, temperature: float | Tensor = ..., *, entropy: Literal[False] = ...
+) -> Tensor: ...
 @overload
 def logprobs_from_logits(
     logits: Tensor, ids: Tensor, temperature: float | Tensor = ..., *, entropy: Literal[True]

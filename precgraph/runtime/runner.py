@@ -54,7 +54,7 @@ class Runner:
         names = [*border, *segment.parameters]
         tensors = [live[n] for n in border] + [self.store.masters[p] for p in segment.parameters]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            results = _SegmentFunction.apply(call, names, *tensors)
+            results = _SegmentFunction.apply(call, names, *tensors)  # type: ignore[no-untyped-call]
         else:
             results = call.forward(frozenset())[0]
         live.update(zip(segment.outputs, results, strict=True))
@@ -85,7 +85,9 @@ class _Call:
         count = len(self.segment.outputs)
         return list(results[:count]), dict(zip(saved, results[count:], strict=True))
 
-    def backward(self, wanted: frozenset[str], saved: Mapping[str, Any], grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def backward(
+        self, wanted: frozenset[str], saved: Mapping[str, Any], grads: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Gradients of ``wanted`` by name."""
         if self.version != self.runner.store.version:
             raise StaleWeightsError(
@@ -124,11 +126,13 @@ class _SegmentFunction(torch.autograd.Function):
         ctx.save_for_backward(*(saved[n] for n in ctx.tensor_names))
         call.inputs = {n: v for n, v in call.inputs.items() if n == "context"}
         call.values = {}
-        ctx.mark_non_differentiable(*(o for n, o in zip(segment.outputs, outputs, strict=True) if n not in segment.gradients))
+        ctx.mark_non_differentiable(
+            *(o for n, o in zip(segment.outputs, outputs, strict=True) if n not in segment.gradients)
+        )
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         call: _Call = ctx.call
         segment = call.segment

@@ -66,7 +66,8 @@ class WeightStore:
         """StaleWeightsError if the packs are not those of the masters."""
         if self.stale:
             raise StaleWeightsError(
-                f"the masters have changed since weights version {self.version}", remedy="call actor.sync() after optimizer.step()"
+                f"the masters have changed since weights version {self.version}",
+                remedy="call actor.sync() after optimizer.step()",
             )
 
     def values(self) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class WeightStore:
         value = 0
         for path in sorted(self.masters):
             raw = self.masters[path].detach().contiguous().flatten().view(torch.uint8)
-            value = zlib.crc32(raw.cpu().numpy(), value)
+            value = zlib.crc32(raw.cpu().numpy().data, value)
         return value
 
     def _state(self) -> tuple[Any, ...]:
@@ -96,7 +97,9 @@ def _require_finite(key: PackKey, pack: Pack) -> None:
     for name, tensor in pack.tensors().items():
         if tensor.dtype == torch.float32 and not torch.isfinite(tensor).all():
             raise NonFiniteError(
-                f"{name} made from the weight hold NaN or infinity", path=key.path, remedy="restore the weight from a checkpoint"
+                f"{name} made from the weight hold NaN or infinity",
+                path=key.path,
+                remedy="restore the weight from a checkpoint",
             )
 
 

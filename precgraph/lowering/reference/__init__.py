@@ -9,8 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.fx as fx
-from torch import Tensor
+from torch import Tensor, fx
 
 from precgraph import ops
 from precgraph.graph import precision
@@ -62,8 +61,7 @@ def _operands(node: fx.Node) -> list[Any]:
 
 
 def _fp8_operands(node: fx.Node) -> bool:
-    formats = [f for f in _operands(node)[:2]]
-    return _exact(node) and all(f.is_quantized for f in formats) and precision(node).accumulate == "float32"
+    return _exact(node) and all(f.is_quantized for f in _operands(node)[:2]) and precision(node).accumulate == "float32"
 
 
 def _dgrad_operands(node: fx.Node) -> bool:
@@ -86,12 +84,19 @@ def _head(node: fx.Node) -> bool:
 
 def _norm(node: fx.Node) -> bool:
     p = precision(node)
-    return _exact(node) and p.rule("reduction") == "pieces512" and p.compute == "float32" and p.rule("cast") == "before_weight"
+    return (
+        _exact(node)
+        and p.rule("reduction") == "pieces512"
+        and p.compute == "float32"
+        and p.rule("cast") == "before_weight"
+    )
 
 
 def _norm_aten(node: fx.Node) -> bool:
     p = precision(node)
-    return _aten(node) and p.rule("reduction") == "aten" and p.compute == "float32" and p.rule("cast") == "before_weight"
+    return (
+        _aten(node) and p.rule("reduction") == "aten" and p.compute == "float32" and p.rule("cast") == "before_weight"
+    )
 
 
 def _attention(node: fx.Node) -> bool:
@@ -100,7 +105,7 @@ def _attention(node: fx.Node) -> bool:
 
 
 def _bf16_rope(node: fx.Node) -> bool:
-    return precision(node).compute == "bfloat16" and "bfloat16" == precision(node.args[1]).format.dtype  # type: ignore[arg-type]
+    return precision(node).compute == "bfloat16" and precision(node.args[1]).format.dtype == "bfloat16"  # type: ignore[arg-type]
 
 
 def _reference(op: Callable[..., Any], run: Callable[..., Any], serves: Serves, rule: str, **more: Any) -> Kernel:

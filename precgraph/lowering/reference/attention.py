@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["KEY_TILE", "QUERY_TILE", "attend", "attend_backward", "attend_packed", "attend_packed_backward"]
 
 KEY_TILE = 128
-QUERY_TILE = (
-    8  # small, since decoding fills one row; divides KEY_TILE, so a tile's last key tile is one for all
-)
+QUERY_TILE = 8  # small, since decoding fills one row; divides KEY_TILE, so a tile's last key tile is one for all
 BACKWARD_QUERIES = 128
 BACKWARD_KEYS = 512
 
@@ -94,9 +92,7 @@ def attend(
     return (out, lse) if need_lse else out
 
 
-def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], spec: AttentionSpec
-) -> tuple[Tensor, Tensor]:
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, bounds: Sequence[int], spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """:func:`attend` for whole sequences laid end to end: ``q [1, T, H, D]``, ``k, v [1, T, Hkv, D]`` bf16.
 
     ``bounds`` are the cumulative starts ``0, ..., T``; each sequence's positions count from 0 and none sees

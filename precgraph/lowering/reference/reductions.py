@@ -17,7 +17,7 @@ def ordered_sum(x: Tensor) -> Tensor:
     width = x.shape[-1]
     piece = min(PIECE, 1 << (width - 1).bit_length())
     pieces = F.pad(x, (0, -width % piece)).unflatten(-1, (-1, piece))
-    total = pieces[..., 0, :]
+    total: Tensor = pieces[..., 0, :]
     for i in range(1, pieces.shape[-2]):
         total = total + pieces[..., i, :]
     while total.shape[-1] > 1:

@@ -75,7 +75,8 @@ def _bounds(q: Tensor) -> list[int]:
 
 def _huggingface_attention(
     module: nn.Module, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None = None,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None, softcap: float | None = None, **kwargs: Any,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface (5.x): ``q [B, H, T, D]``, returns ``[B, T, H, D]``."""
     if dropout or kwargs.get("s_aux") is not None or not getattr(module, "is_causal", True):

@@ -93,7 +93,7 @@ class _Backward:
         elif node in self.parts and node.target not in RULES:
             self._unknown(node, self.parts[node])
         else:
-            rule = RULES.get(node.target)  # type: ignore[arg-type]
+            rule = RULES.get(node.target)
             grad = self.grads.get(node) or self.parts[node][0]
             if rule is None:
                 self._unknown(node, {0: grad})

@@ -67,7 +67,7 @@ def function_from_name(name: str) -> Callable[..., Any]:
 
 
 def graph_to_json(graph: PrecisionGraph) -> dict[str, Any]:
-    """The graph as dicts, lists, strings, finite numbers, booleans and None; GraphError where that is impossible."""
+    """The graph as dicts, lists, strings, finite numbers, booleans and None; else GraphError."""
     return {
         "schema": SCHEMA,
         "mode": graph.mode,

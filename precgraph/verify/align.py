@@ -1,0 +1,265 @@
+"""Which node of the rollout stands for which node of the training graph.
+
+Names first (module path and operator), then the graph's own structure from the nodes already aligned, and networkx
+subgraph matching for what is then still left. Alignment decides what is compared with what, never what is equal: a
+pair that differs stays a pair. Every step but the last looks at each node and edge a fixed number of times.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+from networkx.algorithms.isomorphism import DiGraphMatcher
+
+from precgraph.verify.program import Program, same_tensor
+
+# Subgraph matching takes exponential time in the worst case: a piece larger than this is left unaligned.
+_LARGEST_PIECE = 48
+
+
+@dataclass
+class Alignment:
+    """Pairs of node names, both ways; ``by_structure`` are rollout nodes whose names did not decide it."""
+
+    to_infer: dict[str, str] = field(default_factory=dict)
+    to_train: dict[str, str] = field(default_factory=dict)
+    by_structure: set[str] = field(default_factory=set)
+
+    def pair(self, t: str, i: str) -> None:
+        self.to_infer[t] = i
+        self.to_train[i] = t
+
+
+class Aligner:
+    """Aligns one scope (the forward, or the rest) on top of what an earlier scope has aligned."""
+
+    def __init__(
+        self, train: Program, infer: Program, alignment: Alignment, ts: Sequence[str], is_: Sequence[str]
+    ) -> None:
+        self.train, self.infer, self.alignment = train, infer, alignment
+        self.ts, self.is_ = ts, is_
+        self.t_scope, self.i_scope = set(ts), set(is_)
+
+    def run(self) -> None:
+        self._leaves()
+        self._unique(lambda p, n: (p.module(n), p.records[n].op, p.records[n].precision.phase))
+        self._forward(self._named_key)
+        self._backward(named=True)
+        self._ordinals()
+        self._backward(named=False)
+        self._forward(self._free_key)
+        self._backward(named=False)
+        self._subgraphs()
+        self._replaced()
+
+    # ------------------------------------------------------------------------------------ what is left
+    def _open_t(self, name: str) -> bool:
+        return name in self.t_scope and name not in self.alignment.to_infer
+
+    def _open_i(self, name: str) -> bool:
+        return name in self.i_scope and name not in self.alignment.to_train
+
+    def _left(self) -> tuple[list[str], list[str]]:
+        return [n for n in self.ts if self._open_t(n)], [n for n in self.is_ if self._open_i(n)]
+
+    def _pair_by_structure(self, t: str, i: str) -> None:
+        self.alignment.pair(t, i)
+        self.alignment.by_structure.add(i)
+
+    # ------------------------------------------------------------------------------------ by name
+    def _leaves(self) -> None:
+        """The output, inputs by name, parameters by any of a tensor's names."""
+        if self.train.output in self.t_scope and self.infer.output in self.i_scope:
+            self.alignment.pair(self.train.output, self.infer.output)
+        by_name: dict[Hashable, list[str]] = defaultdict(list)
+        for t in reversed(self.ts):
+            for key in self._leaf_keys(self.train, t):
+                by_name[key].append(t)
+        for i in self.is_:
+            for key in self._leaf_keys(self.infer, i):
+                candidates = by_name[key]
+                while candidates and not self._open_t(candidates[-1]):
+                    candidates.pop()
+                if candidates and self._open_i(i):
+                    self.alignment.pair(candidates.pop(), i)
+
+    @staticmethod
+    def _leaf_keys(program: Program, name: str) -> list[Hashable]:
+        op = program.records[name].op
+        if op == "input":
+            return [("input", name)]
+        return list(program.tensor(name)) if op == "parameter" else []
+
+    def _unique(self, key: Callable[[Program, str], Hashable]) -> None:
+        """Pair what is alone with its key in both graphs."""
+        left_t, left_i = self._left()
+        groups_t, groups_i = _group(self.train, left_t, key), _group(self.infer, left_i, key)
+        for k, members in groups_i.items():
+            others = groups_t.get(k, [])
+            if len(members) == len(others) == 1 and not self.infer.is_leaf(members[0]):
+                self.alignment.pair(others[0], members[0])
+
+    def _ordinals(self) -> None:
+        """What one module has as often in both graphs and nothing else tells apart: in order."""
+
+        def key(program: Program, name: str) -> Hashable:
+            return program.module(name), program.records[name].op, program.records[name].precision.phase
+
+        left_t, left_i = self._left()
+        groups_t, groups_i = _group(self.train, left_t, key), _group(self.infer, left_i, key)
+        for k, members in groups_i.items():
+            others = groups_t.get(k, [])
+            if len(members) == len(others) and not self.infer.is_leaf(members[0]):
+                for t, i in zip(others, members, strict=True):
+                    self.alignment.pair(t, i)
+
+    # ------------------------------------------------------------------------------------ by structure
+    def _operand_key(self, program: Program, name: str) -> tuple[tuple[str, str], ...] | None:
+        """Operands as ``(place, training node)``, or None while one of them is not aligned."""
+        pairs = []
+        for place, producer in program.operands[name].items():
+            known = producer if program is self.train else self.alignment.to_train.get(producer)
+            if known is None:
+                return None
+            pairs.append(("" if program.commutes(name) else place, known))
+        return tuple(sorted(pairs)) or None
+
+    def _named_key(self, program: Program, name: str) -> Hashable:
+        operands = self._operand_key(program, name)
+        return operands and (program.module(name), program.records[name].op, operands)
+
+    def _free_key(self, program: Program, name: str) -> Hashable:
+        operands = self._operand_key(program, name)
+        return operands and (program.records[name].op, operands)
+
+    def _forward(self, key: Callable[[Program, str], Hashable]) -> None:
+        """In program order: a node that does the same to the same operands; with equal attributes where possible."""
+        exact: dict[Hashable, list[str]] = defaultdict(list)
+        alike: dict[Hashable, list[str]] = defaultdict(list)
+        left_t, left_i = self._left()
+        for t in reversed(left_t):
+            k = key(self.train, t)
+            exact[k, self._attributes(self.train, t)].append(t)
+            alike[k].append(t)
+        for candidates, with_attributes in ((exact, True), (alike, False)):
+            for i in left_i:
+                k = key(self.infer, i)
+                if k is None or not self._open_i(i):
+                    continue
+                found = candidates.get((k, self._attributes(self.infer, i)) if with_attributes else k, [])
+                while found and not self._open_t(found[-1]):
+                    found.pop()
+                if found:
+                    t = found.pop()
+                    pair = self.alignment.pair if key == self._named_key else self._pair_by_structure
+                    pair(t, i)
+
+    @staticmethod
+    def _attributes(program: Program, name: str) -> str:
+        return json.dumps(dict(program.records[name].attributes), sort_keys=True)
+
+    def _backward(self, *, named: bool) -> None:
+        """In reverse order: the producers that aligned nodes read in the same place, if they are one operator.
+
+        Where they are not, one of them may be an extra operator: then what it reads is tried in its stead.
+        """
+        for i in reversed(self.is_):
+            t = self.alignment.to_train.get(i)
+            if t is None:
+                continue
+            for p, q in self._places(t, i):
+                self._try(p, q, named)
+                if not named:
+                    p2, q2 = self.train.principal(p), self.infer.principal(q)
+                    if self._open_i(q) and q2 is not None:
+                        self._try(p, q2, named)
+                    if self._open_t(p) and p2 is not None:
+                        self._try(p2, q, named)
+
+    def _places(self, t: str, i: str) -> Iterable[tuple[str, str]]:
+        ours, theirs = self.train.operands[t], self.infer.operands[i]
+        yield from ((producer, theirs[place]) for place, producer in ours.items() if place in theirs)
+        if self.train.commutes(t) and self.infer.commutes(i):
+            yield from zip(ours.values(), reversed(theirs.values()), strict=True)
+
+    def _try(self, t: str, i: str, named: bool) -> None:
+        if not self._open_t(t) or not self._open_i(i):
+            return
+        a, b = self.train.records[t], self.infer.records[i]
+        if a.op != b.op or (named and self.train.module(t) != self.infer.module(i)):
+            return
+        if named:
+            if not self.train.is_leaf(t):
+                self.alignment.pair(t, i)
+        elif a.op != "parameter" or self._may_be_renamed(t, i):
+            self._pair_by_structure(t, i)
+
+    def _may_be_renamed(self, t: str, i: str) -> bool:
+        """Whether two parameters of different names can be one: neither name is a name in the other program."""
+        a, b = self.train.tensor(t), self.infer.tensor(i)
+        return same_tensor(a, b) or not (self.train.knows(b) or self.infer.knows(a))
+
+    # ------------------------------------------------------------------------------------ what is still left
+    def _subgraphs(self) -> None:
+        """networkx subgraph matching of each connected piece that is left, by local signature without module path."""
+        left_t, left_i = self._left()
+        if not left_t or not left_i:
+            return
+        ours = self._view(self.train, left_t)
+        by_label: dict[str, list[str]] = defaultdict(list)
+        for t in left_t:
+            by_label[ours.nodes[t]["label"]].append(t)
+        theirs = self._view(self.infer, left_i)
+        for piece in list(nx.weakly_connected_components(theirs)):
+            wanted = theirs.subgraph(piece)
+            labels = {label for _, label in wanted.nodes(data="label")}
+            candidates = [t for label in labels for t in by_label[label] if self._open_t(t)]
+            if 1 < len(piece) <= _LARGEST_PIECE and len(piece) <= len(candidates) <= 4 * _LARGEST_PIECE:
+                self._match(ours.subgraph(candidates), wanted)
+
+    def _match(self, ours: nx.DiGraph, theirs: nx.DiGraph) -> None:
+        def same(a: dict[str, object], b: dict[str, object]) -> bool:
+            return a == b
+
+        matcher = DiGraphMatcher(ours, theirs, node_match=same, edge_match=same)
+        if matcher.subgraph_is_isomorphic():
+            for t, i in matcher.mapping.items():
+                self._pair_by_structure(t, i)
+
+    def _view(self, program: Program, names: Sequence[str]) -> nx.DiGraph:
+        view = nx.DiGraph()
+        inside = set(names)
+        for name in names:
+            r = program.records[name]
+            label = (r.op, r.precision.format.to_dict(), r.precision.compute, r.tensor and r.tensor.shape)
+            view.add_node(name, label=json.dumps([*label, self._attributes(program, name)]))
+            for place, producer in program.operands[name].items():
+                if producer in inside:
+                    places = view.edges.get((producer, name), {}).get("places", ())
+                    view.add_edge(producer, name, places=(*places, place))
+        return view
+
+    def _replaced(self) -> None:
+        """Different operators that read the same values and are read in the same place are one node, changed."""
+        for i in reversed(self.is_):
+            t = self.alignment.to_train.get(i)
+            if t is None:
+                continue
+            for p, q in self._places(t, i):
+                if self._open_t(p) and self._open_i(q) and not self.train.is_leaf(p) and not self.infer.is_leaf(q):
+                    read = {self.alignment.to_train.get(x) for x in self.infer.operands[q].values()}
+                    if read and read == set(self.train.operands[p].values()):
+                        self.alignment.pair(p, q)
+
+
+def _group(
+    program: Program, names: Iterable[str], key: Callable[[Program, str], Hashable]
+) -> dict[Hashable, list[str]]:
+    groups: dict[Hashable, list[str]] = defaultdict(list)
+    for name in names:
+        groups[key(program, name)].append(name)
+    return groups

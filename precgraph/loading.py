@@ -1,0 +1,316 @@
+"""From the MODEL argument of the command line to a model.
+
+MODEL is a directory with a config.json (and ``*.safetensors``), a config.json alone, a ``.gguf`` file or a directory
+that holds one, or a hub id. Code that comes with a model is never executed, pickled weights are never read.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import re
+import socket
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.hub import cached_file
+
+from precgraph.errors import InputError, UnsupportedModelError
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_HOST = "huggingface.co"
+_AUTO: Any = AutoModelForCausalLM  # its factories are not typed
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model is: ``config`` is its config.json or its GGUF file, ``weights`` what from_pretrained takes.
+
+    ``weights`` is None for a config.json alone; ``gguf`` says which of the two kinds it is.
+    """
+
+    name: str
+    config: Path
+    weights: str | None
+    gguf: bool = False
+
+
+def load_config_model(model: str | Path) -> PreTrainedModel:
+    """The causal language model that MODEL describes, bf16 on the meta device: no weights are read.
+
+    A ``quantization_config`` is ignored, since the recipe says what is quantised. Raises InputError (missing path,
+    malformed config, missing extra) or UnsupportedModelError (unknown model type, remote code, not a causal LM).
+    """
+    source = find(model)
+    config = _gguf_config(source) if source.gguf else _json_config(source)
+    with torch.device("meta"):
+        # from_config, unlike model.to(bfloat16), leaves the RoPE frequencies in fp32.
+        found = _building(source, lambda: _AUTO.from_config(config, dtype=torch.bfloat16))
+    result: PreTrainedModel = found.eval()
+    return result
+
+
+def load_model(model: str | Path) -> PreTrainedModel:
+    """The causal language model with its weights, bf16 on the CPU, in eval mode.
+
+    A GGUF's weights are dequantised to bf16 and the result saves like any other model. Raises as
+    :func:`load_config_model` does, and UnsupportedModelError for weights that are stored quantised or pickled.
+    """
+    source = find(model)
+    if source.weights is None:
+        raise InputError("a config.json has no weights", path=source.name, remedy="pass the checkpoint's directory")
+    if source.gguf:
+        return _load_gguf(source, source.weights)
+    _refuse_quantized(source, _json_config(source))
+    return _from_pretrained(source, source.weights, use_safetensors=True)
+
+
+def _from_pretrained(source: Source, weights: str, **options: Any) -> PreTrainedModel:
+    model, info = _building(source, lambda: _load(weights, options))
+    absent = sorted(info["missing_keys"])
+    wrong = sorted(info["mismatched_keys"])
+    if absent or wrong:  # transformers would have made them up
+        what = f"lacks {absent[0]!r}" if absent else f"has {wrong[0][0]!r} of shape {list(wrong[0][1])}"
+        raise InputError(
+            f"the checkpoint does not fit its config: it {what}, one of {len(absent) + len(wrong)} such weights",
+            path=source.name,
+            remedy="restore the checkpoint, or correct its config",
+        )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+def _load(weights: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    loaded = _AUTO.from_pretrained(
+        weights,
+        dtype=torch.bfloat16,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+        **options,
+    )
+    return loaded[0], loaded[1]
+
+
+# -------------------------------------------------------------------------------------------- find
+
+
+def find(model: str | Path) -> Source:
+    """What MODEL names; InputError if it is not there."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_directory(str(model), path)
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return Source(str(model), path, str(path.parent), gguf=True)
+        if path.suffix == ".json":
+            return Source(str(model), path, None)
+        raise InputError("is neither a config.json nor a .gguf file", path=str(model), remedy=_ACCEPTED)
+    return _on_hub(str(model))
+
+
+_ACCEPTED = "pass a directory with a config.json, a config.json, a .gguf file or a hub id"
+
+
+def _in_directory(name: str, path: Path) -> Source:
+    if (path / "config.json").is_file():
+        return Source(name, path / "config.json", str(path))
+    ggufs = sorted(path.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return Source(name, ggufs[0], str(path), gguf=True)
+    if ggufs:
+        raise InputError(f"holds {len(ggufs)} .gguf files", path=name, remedy=f"name one, such as {ggufs[0]}")
+    raise InputError("holds neither a config.json nor a .gguf file", path=name, remedy=_ACCEPTED)
+
+
+def _on_hub(name: str) -> Source:
+    missing = InputError("no such file or directory", path=name, remedy=_ACCEPTED)
+    if not _HUB_ID.fullmatch(name) or name.endswith((".json", ".gguf")):
+        raise missing
+    offline = not _hub_reachable()
+    try:
+        config = cached_file(name, "config.json", local_files_only=offline)
+    except OSError as error:
+        why = f"and {_HUB_HOST} cannot be reached" if offline else f"and on the hub: {_first_line(error)}"
+        raise InputError(f"no such file or directory, {why}", path=name, remedy=_ACCEPTED) from error
+    if config is None:
+        raise missing
+    return Source(name, Path(config), name)
+
+
+def _hub_reachable() -> bool:
+    """Whether to ask at all: without a network, the hub's client would retry for half a minute."""
+    if urllib.request.getproxies():
+        return True
+    try:
+        socket.getaddrinfo(_HUB_HOST, 443)
+    except OSError:
+        return False
+    return True
+
+
+# ------------------------------------------------------------------------------------- config.json
+
+
+def _json_config(source: Source) -> Any:
+    data = _read_json(source)
+    kind = data.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise _unknown_type(source, kind, "auto_map" in data)
+    names = data.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
+        raise InputError("the config has no architectures", path=str(source.config), remedy=f"add {_suggestion(kind)}")
+    served = _causal_lms(kind)
+    if names[0] not in served:
+        raise UnsupportedModelError(
+            f"{names[0]} is not a causal language model of transformers {transformers.__version__}",
+            path=str(source.config),
+            remedy=f"use {' or '.join(served)}" if served else f"no model of type {kind!r} is one",
+        )
+    config = _building(source, lambda: CONFIG_MAPPING[kind].from_dict(dict(data)))
+    _require_shapes(source, config)
+    return config
+
+
+def _read_json(source: Source) -> dict[str, Any]:
+    try:
+        data = json.loads(source.config.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}",
+            path=str(source.config), remedy="restore the file",
+        ) from None  # fmt: skip
+    except UnicodeDecodeError:
+        raise InputError("is not a text file", path=str(source.config), remedy=_ACCEPTED) from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", path=str(source.config)) from None
+    if not isinstance(data, dict):
+        raise InputError("is not a model's config: it holds no table", path=str(source.config), remedy=_ACCEPTED)
+    return data
+
+
+def _unknown_type(source: Source, kind: Any, remote_code: bool) -> UnsupportedModelError | InputError:
+    path = str(source.config)
+    if not kind:
+        return InputError(
+            "the config has no model_type and so no architecture", path=path, remedy="add model_type and architectures"
+        )
+    if remote_code:
+        return UnsupportedModelError(
+            f"model type {kind!r} needs code that comes with the model, which is never executed",
+            path=path, remedy="build the model in Python and pass it to precgraph.compile",
+        )  # fmt: skip
+    close = difflib.get_close_matches(str(kind), CONFIG_MAPPING.keys(), n=1)
+    return UnsupportedModelError(
+        f"transformers {transformers.__version__} knows no model type {kind!r}",
+        path=path, remedy=f"did you mean {close[0]!r}?" if close else "upgrade transformers",
+    )  # fmt: skip
+
+
+def _causal_lms(kind: str) -> tuple[str, ...]:
+    """Names of the causal language model classes of a model type."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _suggestion(kind: str) -> str:
+    return f'"architectures": ["{(_causal_lms(kind) or ("...",))[0]}"]'
+
+
+def _require_shapes(source: Source, config: Any) -> None:
+    """What transformers builds without complaint but no model can have."""
+    layers = getattr(config, "num_hidden_layers", 1)
+    heads, kv_heads = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
+    if layers < 1:
+        raise InputError(f"num_hidden_layers is {layers}", path=str(source.config), remedy="it must be 1 or more")
+    if kv_heads < 1 or heads % kv_heads:
+        raise InputError(
+            f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}",
+            path=str(source.config), remedy="correct the config",
+        )  # fmt: skip
+
+
+def _refuse_quantized(source: Source, config: Any) -> None:
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else type(quantized).__name__
+        raise UnsupportedModelError(
+            f"the weights are stored quantised ({method}), and master weights are bfloat16",
+            path=source.name, remedy="use the checkpoint that they were made from, or dequantise it to bf16 first",
+        )  # fmt: skip
+    folder = Path(source.weights or "")
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        raise InputError(
+            "holds pickled weights, which are never read" if pickled else "holds no *.safetensors",
+            path=source.name, remedy="save the model with save_pretrained, which writes safetensors",
+        )  # fmt: skip
+
+
+def _building(source: Source, build: Callable[[], _T]) -> _T:
+    """Run a constructor of transformers; whatever it raises on a malformed model becomes one line that names it."""
+    try:
+        return build()
+    except Exception as error:
+        line = _first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _all_lines(error)
+        raise InputError(
+            f"transformers {transformers.__version__} cannot build this model: {line}",
+            path=str(source.config), remedy="correct the model's files, or upgrade transformers",
+        ) from error  # fmt: skip
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _all_lines(error: Exception) -> str:
+    """For errors that are a bare value (KeyError) or spread over lines (the config's validators)."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+# -------------------------------------------------------------------------------------------- GGUF
+
+
+def _gguf_config(source: Source) -> Any:
+    """The config that a GGUF's metadata describes; its tensors stay on disk."""
+    _require_gguf(source)
+    config = _building(
+        source,
+        lambda: AutoConfig.from_pretrained(source.config.parent, gguf_file=source.config.name, trust_remote_code=False),
+    )
+    if not _causal_lms(config.model_type):
+        raise UnsupportedModelError(
+            f"no model of type {config.model_type!r} is a causal language model", path=source.name, remedy=_ACCEPTED
+        )
+    _require_shapes(source, config)
+    return config
+
+
+def _load_gguf(source: Source, folder: str) -> PreTrainedModel:
+    _require_gguf(source)
+    model = _from_pretrained(source, folder, gguf_file=source.config.name)
+    # The weights are plain bf16 now; without these two lines transformers refuses to save them.
+    model.hf_quantizer = None  # type: ignore[assignment]
+    model.config.__dict__.pop("quantization_config", None)
+    return model
+
+
+def _require_gguf(source: Source) -> None:
+    with source.config.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise InputError("is not a GGUF file", path=str(source.config), remedy=_ACCEPTED)
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"reading a GGUF needs {package}, which is not installed",
+                path=source.name, remedy="pip install 'precgraph[gguf]'",
+            )  # fmt: skip

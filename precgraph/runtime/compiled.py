@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from precgraph.errors import InputError
+from precgraph.errors import InputError, StaleWeightsError, UnsupportedModelError
 from precgraph.graph import PrecisionGraph
 from precgraph.lowering.lower import lower
-from precgraph.lowering.program import Program, build_program
+from precgraph.lowering.program import Program, Segment, build_program
 from precgraph.lowering.registry import Kernel
 from precgraph.passes.pipeline import build
 from precgraph.recipe import Recipe
@@ -41,6 +41,7 @@ class Compiled:
     checked: bool
     store: WeightStore
     runner: Runner
+    places: tuple[tuple[dict[str, Any], str, str], ...]  # per master: the module's dict, the name in it, the path
     example_inputs: Sequence[Tensor] | None = None
 
     def __reduce__(self) -> Any:
@@ -60,7 +61,7 @@ class Compiled:
     # -------------------------------------------------------------------- causal language models
     def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, *, checkpoint: bool = False) -> Tensor:
         """``ids, positions [1, T]`` to the hidden states ``[1, T, C]`` that enter the head (final norm, lm_head)."""
-        self._ready()
+        self.ready()
         body, head = self.runner.program.segments[:-1], self.runner.program.segments[-1]
         values = {"input_ids": ids, "position_ids": positions, "context": context}
         hidden: Tensor = self.runner.run(values, _hidden_inputs(head), segments=body, checkpoint=checkpoint)[0]
@@ -73,15 +74,40 @@ class Compiled:
         logits: Tensor = self.runner.run(values, program.outputs, segments=program.segments[-1:])[0]
         return logits[0]
 
-    def _ready(self) -> None:
-        """Training always runs on the current masters; a rollout refuses a store that they have left behind."""
+    def ready(self) -> None:
+        """Before each run: the model still owns the masters, and the store is made from them.
+
+        Training always runs on the current masters, with a backward for the parameters that are trainable now; a
+        rollout refuses a store that the masters have left behind.
+        """
+        for owner, name, path in self.places:
+            if owner.get(name) is not self.store.masters[path]:
+                raise StaleWeightsError(
+                    "the parameter was replaced by another tensor", path=path, remedy="compile the model again"
+                )
         if self.mode == "infer":
             self.store.require_fresh()
-        elif self.store.stale:
+            return
+        if self.store.stale:
             self.store.refresh()
+        if self.store.trainable() != {p for p, info in self.graph.parameters.items() if info.trainable}:
+            self.runner = self._with_trainable(self.store.trainable())
+
+    def _with_trainable(self, paths: set[str]) -> Runner:
+        """The program again, with the backward of these parameters."""
+        raw = self.trace.graph.copy()
+        raw.parameters = {p: replace(info, trainable=p in paths) for p, info in raw.parameters.items()}
+        program = build_lowered(raw, self.mode, self.recipe, self.backend, self.store.device)
+        self.store.require(program.packs)
+        return replace(self.runner, program=program)
 
 
-def _hidden_inputs(head: Any) -> list[str]:
+def _hidden_inputs(head: Segment) -> list[str]:
+    """The one value that enters the head segment."""
+    if len(head.inputs) != 1:
+        raise UnsupportedModelError(
+            f"the head reads {', '.join(head.inputs)}: logits must depend on the last hidden states alone"
+        )
     return list(head.inputs)
 
 
@@ -154,7 +180,7 @@ class CompiledPlain(CompiledModule):
         program = compiled.runner.program
         if len(args) != len(program.inputs):
             raise InputError(f"{type(self).__name__} was traced with {len(program.inputs)} inputs, not {len(args)}")
-        compiled._ready()
+        compiled.ready()
         results = compiled.runner.run(dict(zip(program.inputs, args, strict=True)), program.outputs)
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -254,10 +280,24 @@ def _compiled(
     result.__class__ = type(
         own.__name__, (mixin, own), {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own}
     )
+    runner = Runner(program, store, checked)
+    places = _places(model, masters)
     result.__dict__["precgraph"] = Compiled(
-        traced, mode, recipe, backend, checked, store, Runner(program, store, checked), example_inputs
+        traced, mode, recipe, backend, checked, store, runner, places, example_inputs
     )
     return result
+
+
+def _places(model: nn.Module, masters: dict[str, Tensor]) -> tuple[tuple[dict[str, Any], str, str], ...]:
+    """Where the model keeps each master: the owning module's dictionary, the name in it, and the path."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places = []
+    for path in masters:
+        parent, _, name = path.rpartition(".")
+        for owner in (modules[parent]._parameters, modules[parent]._buffers) if parent in modules else ():
+            if name in owner:
+                places.append((owner, name, path))
+    return tuple(places)
 
 
 def build_lowered(raw: PrecisionGraph, mode: str, recipe: Recipe, backend: str, device: torch.device) -> Program:

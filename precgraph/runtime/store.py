@@ -50,12 +50,24 @@ class WeightStore:
     def refresh(self) -> int:
         """Refill every pack from its master, in place; returns the new version. NonFiniteError names a bad weight."""
         for key, pack in self.packs.items():
-            pack.update(self.masters[key.path].detach())
+            master = self.masters[key.path].detach()
+            if master.device != next(iter(pack.tensors().values())).device:
+                raise StaleWeightsError(f"the model moved to {master.device}", path=key.path, remedy="compile it again")
+            pack.update(master)
             _require_finite(key, pack)
         self.version += 1
         self._stepped = False
         self._seen = self._state()
         return self.version
+
+    @property
+    def device(self) -> torch.device:
+        """Where the masters are."""
+        return next(iter(self.masters.values())).device
+
+    def trainable(self) -> set[str]:
+        """Paths of the masters that want gradients now."""
+        return {path for path, t in self.masters.items() if t.requires_grad}
 
     @property
     def stale(self) -> bool:

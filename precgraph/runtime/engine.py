@@ -1,0 +1,282 @@
+"""The embedded rollout engine: continuous batching over a paged cache, small, on any device.
+
+One call of the program serves all running requests: new prompts in chunks, the others one token each. Tokens and
+log-probabilities of a request do not depend on what else runs, on the chunks, on the cache or on preemption: every
+kernel is row-invariant, every request has random numbers of its own, and log-probabilities come from the function that
+the trainer calls.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from precgraph.errors import InputError, NumericsStateError, StaleWeightsError
+from precgraph.runtime.cache import PagedCache, PagedContext, Span
+from precgraph.runtime.compiled import Compiled
+from precgraph.runtime.sampling import MAX_SEED, SamplingParams, sample
+from precgraph.runtime.scheduler import Chunk, Request, Scheduler
+
+CACHE_BYTES = 1 << 30  # the default size of the cache, unless max_sequences of full length need less
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One request's result.
+
+    ``token_ids``: the sampled tokens, the stop token included. ``logprobs``: their log-probabilities after temperature
+    (at temperature 1 if greedy), over the full vocabulary, bit for bit :func:`precgraph.token_logprobs` of the trainer.
+    ``kept_mass``: per token, the share of that distribution that top-k and top-p left to draw from, 1.0 without them;
+    a token was drawn with probability ``exp(logprob) / kept_mass``. ``finish_reason``: ``"stop"`` or ``"length"``.
+    ``cached_tokens``: how many tokens of the prompt were found in the prefix cache when the request started.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    kept_mass: list[float]
+    finish_reason: str
+    weights_version: int
+    cached_tokens: int
+
+
+class Engine:
+    """Generates from a model compiled with ``mode="infer"``, with the weights that its store holds.
+
+    ``max_batch_tokens`` bounds the tokens of one call, so long prompts are prefilled in chunks; ``max_sequences`` the
+    requests that run at a time. The cache has ``cache_blocks`` blocks of ``block_size`` tokens; by default enough for
+    ``max_sequences`` sequences of the model's full length, within 1 GiB. ``prefix_caching`` lets prompts that begin
+    alike share blocks, also across calls, until the weights change. ``self_check`` runs
+    :func:`require_row_invariance` first.
+
+    Raises InputError for a model that is not a compiled rollout, NumericsStateError if the check fails.
+    """
+
+    def __init__(
+        self,
+        rollout: Any,
+        *,
+        max_batch_tokens: int = 512,
+        max_sequences: int = 64,
+        block_size: int = 16,
+        cache_blocks: int | None = None,
+        prefix_caching: bool = True,
+        self_check: bool = True,
+    ) -> None:
+        compiled: Compiled | None = getattr(rollout, "precgraph", None)
+        if compiled is None or compiled.mode != "infer" or not compiled.graph.causal_lm:
+            raise InputError(
+                "the engine needs a causal language model compiled for rollout",
+                remedy='pass precgraph.compile(model, mode="infer")',
+            )
+        limits = {"max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences, "block_size": block_size}
+        for name, value in {**limits, "cache_blocks": 1 if cache_blocks is None else cache_blocks}.items():
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} must be an integer from 1, not {value!r}")
+        if self_check:
+            require_row_invariance(rollout)
+        self._compiled = compiled
+        self._vocabulary: int = rollout.config.vocab_size
+        self._max_length: int | None = getattr(rollout.config, "max_position_embeddings", None)
+        self._max_batch_tokens, self._max_sequences = max_batch_tokens, max_sequences
+        if cache_blocks is None:
+            wanted = max_sequences * -(-(self._max_length or 4096) // block_size)
+            fitting = CACHE_BYTES // (block_size * PagedCache.bytes_per_token(compiled.graph))
+            cache_blocks = max(1, min(wanted, fitting))
+        self.cache = PagedCache(compiled.graph, _device(compiled), cache_blocks, block_size, reuse=prefix_caching)
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        progress: bool = False,
+    ) -> list[Completion]:
+        """Sample a continuation of every prompt; ``params`` are one for all, or one a prompt. Results in their order.
+
+        A request without a seed draws one from torch's global generator, which is otherwise left alone. ``progress``
+        shows a bar on stderr. StaleWeightsError if the masters have changed since ``actor.sync()``; InputError, before
+        anything runs, for a prompt that is empty, too long, or holds ids outside the vocabulary.
+        """
+        store, pool = self._compiled.store, self.cache.pool
+        store.require_fresh()
+        version = store.version
+        requests = self._requests(prompt_token_ids, params)
+        scheduler = Scheduler(pool, requests, self._max_batch_tokens, self._max_sequences)
+        pool.serve(version)
+        try:
+            with torch.inference_mode(), _progress_bar(len(requests), shown=progress) as advance:
+                while scheduler.unfinished:
+                    if store.version != version:
+                        raise StaleWeightsError(
+                            f"weights version {version} became {store.version} during generate()",
+                            remedy="call actor.sync() between calls",
+                        )
+                    finished = self._step(scheduler.schedule())
+                    for request in finished:
+                        scheduler.finish(request)
+                    advance(len(finished))
+        except BaseException:
+            pool.reset()  # blocks that were promised may not have been written
+            raise
+        return [_completion(r, version) for r in requests]
+
+    def _step(self, chunks: Sequence[Chunk]) -> list[Request]:
+        """Compute the chunks in one call, sample where a request's tokens are all computed; returns who is done."""
+        ready: list[Request] = []
+        ends: list[int] = []
+        row = 0
+        for chunk in chunks:
+            row += chunk.stop - chunk.start
+            if chunk.stop == len(chunk.request.tokens):
+                ready.append(chunk.request)
+                ends.append(row - 1)
+        hidden = run_paged(
+            self._compiled, self.cache, [(c.request.tokens, c.request.blocks, c.start, c.stop) for c in chunks]
+        )
+        if not ready:
+            return []
+        logits = self._compiled.logits(hidden[:, ends])
+        sampled = sample(logits, [r.params for r in ready], [r.draw.random() for r in ready])
+        columns = sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.kept_mass.tolist()
+        for request, token, logprob, kept in zip(ready, *columns, strict=True):
+            request.append(token, logprob, kept)
+        return [r for r in ready if r.finish_reason]
+
+    # ------------------------------------------------------------------------------------ requests
+    def _requests(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Request]:
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if not all(isinstance(p, SamplingParams) for p in each) or len(each) != len(prompts):
+            raise InputError(f"params must be one SamplingParams, or a sequence of {len(prompts)}: one a prompt")
+        checked = [(self._prompt(i, prompt, p), p) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
+        return [Request(ids, p, _seed(p)) for ids, p in checked]
+
+    def _prompt(self, index: int, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+        """The ids of prompt ``index`` as integers; InputError for what cannot be served."""
+        name = f"prompt {index}"
+        try:
+            ids = [operator.index(t) for t in prompt]
+        except TypeError:
+            remedy = "pass a list of lists of integers"
+            raise InputError(f"{name} is not a sequence of token ids", remedy=remedy) from None
+        if not ids:
+            raise InputError(f"{name} is empty", remedy="begin it with the tokenizer's start token")
+        for what, tokens in ((name, ids), (f"stop_token_ids of {name}", params.stop_token_ids)):
+            outside = [t for t in tokens if not 0 <= t < self._vocabulary]
+            if outside:
+                raise InputError(f"{what} holds {outside[0]}, outside the vocabulary 0..{self._vocabulary - 1}")
+        self._require_room(
+            f"{name} of {len(ids)} tokens and max_tokens={params.max_tokens}", len(ids) + params.max_tokens
+        )
+        return ids
+
+    def _require_room(self, what: str, length: int) -> None:
+        """InputError if a sequence of ``length`` tokens is too long for the model or for the whole cache."""
+        if self._max_length is not None and length > self._max_length:
+            raise InputError(
+                f"{what} exceed the model's max_position_embeddings of {self._max_length}",
+                remedy="shorten the prompt or lower max_tokens",
+            )
+        pool = self.cache.pool
+        needed = pool.blocks_for(length - 1)  # the last token is sampled, never read
+        if needed > pool.count:
+            raise InputError(
+                f"{what} need {needed} cache blocks of {pool.block_size} tokens, more than all {pool.count}",
+                remedy=f"create the engine with cache_blocks={needed} or more, or lower max_tokens",
+            )
+
+
+def run_paged(
+    compiled: Compiled, cache: PagedCache, parts: Sequence[tuple[Sequence[int], Sequence[int], int, int]]
+) -> Tensor:
+    """Hidden states ``[1, T, C]`` of ``(tokens, blocks, start, stop)``: positions ``start .. stop - 1`` of each.
+
+    ``blocks`` are the sequence's pages, which hold its positions before ``start`` and get these.
+    """
+    device = _device(compiled)
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    spans: list[Span] = []
+    for tokens, blocks, start, stop in parts:
+        pages = torch.tensor(blocks[: cache.pool.blocks_for(stop)], device=device)
+        spans.append(Span(len(ids), len(ids) + stop - start, start, pages))
+        ids.extend(tokens[start:stop])
+        positions.extend(range(start, stop))
+        slots.extend(cache.slots(blocks, start, stop))
+    flat = torch.tensor([ids, positions, slots], device=device)
+    return compiled.hidden(flat[None, 0], flat[None, 1], PagedContext(cache, flat[2], spans))
+
+
+def require_row_invariance(model: Any) -> None:
+    """NumericsStateError unless a compiled ``model`` gives a token the same bits in a batch and alone.
+
+    Shown on 17 tokens of two sequences against the last one decoded from the cache, through hidden states and logits:
+    enough to catch a library whose kernels pick their order of summation by the number of rows.
+    """
+    compiled: Compiled = model.precgraph
+    variant = sorted({k.op for k in compiled.kernels().values() if k.row_invariant is False})
+    if variant:
+        raise NumericsStateError(
+            f"{', '.join(variant)} run on kernels whose result depends on the batch: rollouts would not be exact",
+            remedy='use a recipe with arithmetic = "exact", or Engine(..., self_check=False) to do without',
+        )
+    size, count, other = 16, 9, 8
+    cache = PagedCache(compiled.graph, _device(compiled), 2, size, reuse=False)
+    tokens = [(7919 * i + 1) % model.config.vocab_size for i in range(count + other)]
+    with torch.inference_mode():
+        batch = run_paged(compiled, cache, [(tokens[count:], [1], 0, other), (tokens, [0], 0, count)])[:, -2:]
+        alone = run_paged(compiled, cache, [(tokens, [0], count - 1, count)])
+        same = torch.equal(batch[:, 1:], alone) and torch.equal(compiled.logits(batch)[1:], compiled.logits(alone))
+    if not same:
+        raise NumericsStateError(
+            "on this machine a token's bits differ between a batch and decoding alone",
+            remedy="run `precgraph doctor --exact` to find the kernel, and choose another backend",
+        )
+
+
+def _device(compiled: Compiled) -> torch.device:
+    return next(iter(compiled.store.masters.values())).device
+
+
+def _completion(request: Request, version: int) -> Completion:
+    sampled = request.tokens[len(request.prompt) :]
+    return Completion(
+        request.prompt,
+        sampled,
+        request.logprobs,
+        request.kept_mass,
+        request.finish_reason,
+        version,
+        request.cached or 0,
+    )
+
+
+def _seed(params: SamplingParams) -> int:
+    """The request's seed; only a request that draws without one takes a number from torch's global generator."""
+    if params.seed is not None or params.greedy:
+        return params.seed or 0
+    return int(torch.randint(MAX_SEED, ()))
+
+
+@contextmanager
+def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A function to call with the number of requests that have finished."""
+    if not shown:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("generating", total=total)
+        yield lambda count: bar.advance(task, count)

@@ -217,7 +217,8 @@ def vjp(
         outputs = target(*again_args, **again_kwargs)
     outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
     pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None]
-    return torch.autograd.grad([o for o, _ in pairs], [leaves[i] for i in wrt], [g for _, g in pairs])
+    wanted = [leaves[i] for i in wrt]
+    return torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], materialize_grads=True)
 
 
 def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> tuple[Tensor, ...]:

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from precgraph.attention import IMPLEMENTATION
 from precgraph.errors import InputError, TraceError, UnsupportedModelError
 from precgraph.formats import Format
-from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision
+from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision, with_rules
 
 _WRAPPER = "model_"  # attribute under which the wrapper holds the traced module
 _DROPPED = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.alias.default")
@@ -196,6 +197,8 @@ class _Builder:
         self.tensors: dict[str, Tensor] = {}
         self.parameters: dict[str, Parameter] = {}
         self.segment = "embed" if language_model else "model"
+        self.stopped = False  # inside torch.no_grad()
+        self.differentiable = _Differentiable()
 
     def build(self) -> Trace:
         signature = self.program.graph_signature
@@ -228,15 +231,19 @@ class _Builder:
             if str(node.target) in _DROPPED:
                 env[node] = env[node.args[0]]
             elif "wrap_with_set_grad_enabled" in str(node.target):
-                env[node] = self._inline(getattr(owner, node.args[1].target), [env[a] for a in node.args[2:]])
+                body, values = getattr(owner, node.args[1].target), [env[a] for a in node.args[2:]]
+                env[node] = self._inline(body, values, stopped=not node.args[0])
             elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
                 env[node] = env[node.args[0]][node.args[1]]
             else:
                 env[node] = self._call(node, env)
 
-    def _inline(self, body: fx.GraphModule, values: list[Any]) -> list[Any]:
+    def _inline(self, body: fx.GraphModule, values: list[Any], *, stopped: bool) -> list[Any]:
+        """A block under ``torch.no_grad()`` (``stopped``) or ``torch.enable_grad()``."""
         env = dict(zip([n for n in body.graph.nodes if n.op == "placeholder"], values, strict=True))
+        before, self.stopped = self.stopped, stopped
         self._copy(body, env)
+        self.stopped = before
         return [env[n] for n in next(reversed(body.graph.nodes)).args[0]]
 
     def _input(self, node: fx.Node, attribute: str | None) -> fx.Node:
@@ -271,9 +278,13 @@ class _Builder:
         return path
 
     def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
+        _require_pure(node)
         new = self.graph.node_copy(node, lambda n: env[n])
         new.meta.clear()
-        return self._annotated(new, node, role="activation", module=_module_path(node))
+        self._annotated(new, node, role="activation", module=_module_path(node))
+        if self.stopped or not self.differentiable(node):
+            new.meta["precision"] = with_rules(precision(new), gradient="stopped")
+        return new
 
     def _annotated(self, new: fx.Node, old: fx.Node, *, role: str, module: str = "") -> fx.Node:
         if new.op == "call_function" and self.language_model:
@@ -295,6 +306,71 @@ class _Builder:
         new = self.graph.output(result)
         first = values[0]
         new.meta.update(tensor=first.meta.get("tensor"), precision=first.meta["precision"])
+
+
+class _Differentiable:
+    """Whether autograd has a derivative for an operator: tried out once per operator and kinds of arguments."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], bool] = {}
+
+    def __call__(self, node: fx.Node) -> bool:
+        """False if no output requires a gradient although every floating-point argument does."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return True
+        arguments = pytree.tree_leaves((node.args, node.kwargs))
+        kinds = (
+            _fake(a).dtype if _is_tensor(a) else a for a in arguments if _is_tensor(a) or isinstance(a, torch.dtype)
+        )
+        key = (node.target, *kinds)
+        if key not in self.known:
+            self.known[key] = self._try(node)
+        return self.known[key]
+
+    @staticmethod
+    def _try(node: fx.Node) -> bool:
+        args, kwargs = pytree.tree_map(_meta_argument, (list(node.args), dict(node.kwargs)))
+        try:
+            with torch.enable_grad():
+                results = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
+        except (NotImplementedError, RuntimeError):  # it has no meta kernel: assume what is true of almost all
+            return True
+        return any(isinstance(r, Tensor) and r.requires_grad for r in results)
+
+
+def _meta_argument(argument: Any) -> Any:
+    """An argument as it was in the traced call, tensors without data and requiring a gradient."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    value = argument.meta["val"]
+    if not isinstance(value, Tensor):
+        return pytree.tree_map(_hint, value)
+    meta = torch.empty([_hint(d) for d in value.shape], dtype=value.dtype, device="meta")
+    return meta.requires_grad_(meta.is_floating_point())
+
+
+def _hint(size: Any) -> Any:
+    """The size that a symbolic one had in the traced call."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def _is_tensor(argument: Any) -> bool:
+    return isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), Tensor)
+
+
+def _require_pure(node: fx.Node) -> None:
+    """TraceError for an operator that writes into its arguments, UnsupportedModelError for one that draws numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    where = _module_path(node) or "the model"
+    if node.target._schema.is_mutable:
+        raise TraceError(
+            f"{node.target} writes into its argument, and nodes of a graph must not change each other's values",
+            path=where,
+            remedy="write it out of place, for example y = y * 2 or torch.where",
+        )
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        raise UnsupportedModelError(f"{node.target} draws random numbers, which have no exact rollout", path=where)
 
 
 def _fake(node: fx.Node) -> Tensor:

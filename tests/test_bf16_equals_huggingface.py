@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 import precgraph
 from precgraph import Recipe
+from precgraph.attention import IMPLEMENTATION
 from tests.families import CAUSAL_LMS, PLAIN_MODULES, VOCABULARY, causal_lm, plain_module
 
 Gradients = dict[str, Tensor | None]
@@ -35,7 +36,7 @@ def step(model: Any, ids: Tensor) -> tuple[Tensor, Tensor, Gradients]:
 def assert_same_step(model: PreTrainedModel, ids: Tensor) -> Gradients:
     """One step of ``model``'s copy by Hugging Face and one of the compiled model; returns the gradients."""
     oracle = copy.deepcopy(model)
-    oracle.set_attn_implementation("precgraph")
+    oracle.set_attn_implementation(IMPLEMENTATION)
     compiled = precgraph.compile(model, "train", Recipe.bf16())
     logits, loss, gradients = step(compiled, ids)
     wanted_logits, wanted_loss, wanted = step(oracle, ids)
@@ -62,7 +63,7 @@ def test_logits_and_gradients(family: str, tied: bool) -> None:
     """Lengths on both sides of a tile; 150 passes Mistral's window."""
     model = causal_lm(family, tie_word_embeddings=tied).train()
     oracle = copy.deepcopy(model)
-    oracle.set_attn_implementation("precgraph")
+    oracle.set_attn_implementation(IMPLEMENTATION)
     compiled = precgraph.compile(model, "train", Recipe.bf16())
     for rows, width in ((1, 3), (1, 17), (1, 150), (3, 33)):
         logits, loss, gradients = step(compiled, tokens(rows, width))
@@ -82,31 +83,36 @@ def test_gradient_checkpointing(family: str) -> None:
     assert_same_gradients(again, plain)
 
 
-@pytest.mark.parametrize("family", CAUSAL_LMS)
-@pytest.mark.parametrize("frozen", ["embed_tokens", "layers.1.self_attn.q_proj", "layers.0.input_layernorm", "layers.0"])
-def test_frozen_parameters(family: str, frozen: str) -> None:
+SOME = ("embed_tokens", "layers.1.self_attn.q_proj", "layers.0.input_layernorm")
+
+
+@pytest.mark.parametrize(("family", "frozen"), [*((f, SOME) for f in CAUSAL_LMS), ("qwen2", ("layers.0",))])
+def test_frozen_parameters(family: str, frozen: tuple[str, ...]) -> None:
     model = causal_lm(family, tie_word_embeddings=False)
-    held = [n for n, p in model.named_parameters() if f"{frozen}." in n]
+    held = [n for n, _ in model.named_parameters() if any(f"{part}." in n for part in frozen)]
+    assert len(held) >= len(frozen)
     for name in held:
         model.get_parameter(name).requires_grad_(False)
     gradients = assert_same_step(model, tokens(1, 19))
-    assert held and all((gradients[n] is None) == (n in held) for n in gradients)
+    assert all((gradients[n] is None) == (n in held) for n in gradients)
 
 
-def test_parameters_frozen_after_compilation_get_no_gradient() -> None:
-    model = causal_lm("qwen2")
+def test_parameters_frozen_and_freed_after_compilation() -> None:
+    """Both ways after the program was built: a freed parameter must not silently stay without a gradient."""
+    model, path = causal_lm("qwen2"), "model.layers.0.mlp.up_proj.weight"
     compiled = precgraph.compile(model, "train", Recipe.bf16())
     full = step(compiled, tokens(1, 9))[2]
-    model.get_parameter("model.layers.0.mlp.up_proj.weight").requires_grad_(False)
+    model.get_parameter(path).requires_grad_(False)
     part = step(compiled, tokens(1, 9))[2]
-    assert part.pop("model.layers.0.mlp.up_proj.weight") is None
-    assert_same_gradients(part, {n: full[n] for n in part})
+    assert_same_gradients(part, {**full, path: None})
+    model.get_parameter(path).requires_grad_(True)
+    assert_same_gradients(step(compiled, tokens(1, 9))[2], full)
 
 
 def test_gradients_accumulate_over_micro_batches() -> None:
     model = causal_lm("llama")
     oracle = copy.deepcopy(model)
-    oracle.set_attn_implementation("precgraph")
+    oracle.set_attn_implementation(IMPLEMENTATION)
     compiled = precgraph.compile(model, "train", Recipe.bf16())
     for each in (compiled, oracle):
         for seed in range(3):
@@ -124,7 +130,7 @@ def test_smollm2(smollm2: PreTrainedModel) -> None:
     ids = tokens(1, 21)
     try:
         logits, loss, gradients = step(compiled, ids)
-        smollm2.set_attn_implementation("precgraph")
+        smollm2.set_attn_implementation(IMPLEMENTATION)
         wanted_logits, wanted_loss, wanted = step(smollm2, ids)
     finally:
         smollm2.set_attn_implementation(before)
@@ -168,3 +174,61 @@ def test_plain_module_without_input_gradient() -> None:
     assert_same_gradients(
         {n: p.grad for n, p in compiled.named_parameters()}, {n: p.grad for n, p in module.named_parameters()}
     )
+
+
+class StoppedGradients(nn.Module):
+    """Every way to stop a gradient: ``no_grad``, ``detach``, an operator without a derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x)
+        with torch.no_grad():
+            size = y.abs().amax(-1, keepdim=True) + 1
+            turned = y.transpose(1, 2)
+        kept: Tensor = turned.transpose(1, 2)
+        return y / size + (y - y.detach()) * torch.ones_like(y) + kept * y
+
+
+def test_gradients_stop_where_the_module_stops_them() -> None:
+    torch.manual_seed(0)
+    module = StoppedGradients().bfloat16()
+    x = torch.randn(1, 9, 32).bfloat16()
+    compiled = precgraph.compile(copy.deepcopy(module), "train", Recipe.bf16(), example_inputs=(x,))
+    y, dx, gradients = vjp(compiled, x)
+    wanted_y, wanted_dx, wanted = vjp(module, x)
+    assert torch.equal(y, wanted_y)
+    assert dx is not None and wanted_dx is not None and torch.equal(dx, wanted_dx)
+    assert_same_gradients(gradients, wanted)
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 2
+        y[..., 0] = 0
+        return y
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.rand_like(x)
+
+
+def test_what_has_no_pure_graph_is_refused() -> None:
+    example = (torch.ones(1, 4, 8, dtype=torch.bfloat16),)
+    with pytest.raises(precgraph.TraceError, match=r"layer.*writes into its argument.*out of place"):
+        precgraph.compile(Wrapper(InPlace()), example_inputs=example)
+    with pytest.raises(precgraph.UnsupportedModelError, match=r"layer.*random numbers"):
+        precgraph.compile(Wrapper(Noisy()), example_inputs=example)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        return out

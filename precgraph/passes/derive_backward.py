@@ -64,9 +64,11 @@ class _Backward:
             value.meta["gradient"] = grad.name
 
     def _differentiable(self) -> set[fx.Node]:
-        """Nodes whose value depends on a trainable parameter or a floating-point input."""
+        """Nodes that a gradient reaches: their value depends on a trainable parameter or a floating-point input."""
         needs: set[fx.Node] = set()
         for node in self.forward:
+            if precision(node).rule("gradient") == "stopped":
+                continue
             floating = "tensor" not in node.meta or "float" in tensor(node).dtype
             if node.op == "get_attr":
                 parameter = self.parameters[str(node.target)]

@@ -38,6 +38,11 @@ def raise_ops(graph: PrecisionGraph) -> PrecisionGraph:
     return graph
 
 
+def _same_gradient(*values: fx.Node) -> bool:
+    """Whether gradients stop at all of the values or at none."""
+    return len({precision(v).rule("gradient") for v in values}) == 1
+
+
 # ------------------------------------------------------------------------------------------ layout
 
 
@@ -49,7 +54,7 @@ def cancel_transposes(graph: fx.Graph, node: Any) -> fx.Node | None:
     if not is_call(inner, aten.transpose.int) or set(inner.args[1:]) != set(node.args[1:]):
         return None
     source: fx.Node = inner.args[0]
-    return source
+    return source if _same_gradient(source, inner, node) else None
 
 
 def split_heads(graph: fx.Graph, node: Any) -> fx.Node | None:
@@ -69,7 +74,7 @@ def merge_heads(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``reshape(unflatten(x, -1, [H, D]), [1, T, -1]) -> x``."""
     if is_call(node, aten.reshape.default, aten.view.default) and is_call(node.args[0], aten.unflatten.int):
         source: fx.Node = node.args[0].args[0]
-        if tensor(source).shape == tensor(node).shape:
+        if tensor(source).shape == tensor(node).shape and _same_gradient(source, node.args[0], node):
             return source
     return None
 

@@ -42,6 +42,8 @@ def emit(
 
 
 def closed(result: fx.Node, inside: Collection[fx.Node]) -> bool:
-    """Whether nothing but the pattern itself uses the pattern's inner nodes."""
+    """Whether nothing but the pattern itself uses the pattern's inner nodes, and gradients pass all of them or none."""
     allowed = {*inside, result}
+    if len({precision(n).rule("gradient") for n in allowed}) > 1:
+        return False
     return all(user in allowed for node in inside for user in node.users)

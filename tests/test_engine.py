@@ -1,0 +1,444 @@
+"""The embedded engine: a rollout's tokens and log-probabilities against the trainer's, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import precgraph
+from precgraph.errors import InputError, NumericsStateError, StaleWeightsError
+from precgraph.runtime import engine as engine_module
+from precgraph.runtime.cache import ROOT, BlockPool
+from precgraph.runtime.compiled import Compiled
+from precgraph.runtime.engine import Completion, Engine, require_row_invariance
+from precgraph.runtime.sampling import SamplingParams
+from tests.families import CAUSAL_LMS, VOCABULARY, causal_lm
+
+LENGTHS = (1, 7, 127, 128, 129, 300)
+
+
+@cache
+def pair(name: str) -> tuple[Any, Any]:
+    """Trainer and rollout of a family, on one store; read only."""
+    return compiled_pair(name)
+
+
+def compiled_pair(name: str, **changes: Any) -> tuple[Any, Any]:
+    actor = precgraph.compile(causal_lm(name, **changes), mode="train")
+    return actor, precgraph.compile(actor, mode="infer")
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+
+
+def mixed_params(count: int, max_tokens: int = 8) -> list[SamplingParams]:
+    """Temperatures 0.7 and 1, plain, cut and greedy, each with a seed of its own."""
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.7}, {}, {"temperature": 0.7, "top_p": 0.8}, {"top_k": 20}, {"top_k": 50, "top_p": 0.9},
+        {"temperature": 0.0},
+    ]  # fmt: skip
+    return [SamplingParams(max_tokens=max_tokens, seed=100 + i, **kinds[i % len(kinds)]) for i in range(count)]
+
+
+def outputs(completions: Sequence[Completion]) -> list[Any]:
+    """All that must not depend on how the requests were run."""
+    return [(c.prompt_token_ids, c.token_ids, c.logprobs, c.kept_mass, c.finish_reason) for c in completions]
+
+
+def rescore(actor: Any, completions: Sequence[Completion], layout: str, temperature: float) -> list[Tensor]:
+    """The trainer's log-probabilities of the sampled tokens."""
+    rows = [torch.tensor(c.prompt_token_ids + c.token_ids) for c in completions]
+    with torch.no_grad():
+        if layout == "packed":
+            bounds = torch.tensor([0, *(len(r) for r in rows)]).cumsum(0)
+            packed = torch.cat(rows)[None]
+            flat = precgraph.token_logprobs(actor, packed, temperature=temperature, cu_seq_lens=bounds)[0]
+            parts = [flat[a : b - 1] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        else:
+            width = max(map(len, rows))
+            ids = torch.zeros(len(rows), width, dtype=torch.int64)
+            mask = torch.zeros_like(ids)
+            for i, r in enumerate(rows):
+                where = slice(width - len(r), width) if layout == "left" else slice(0, len(r))
+                ids[i, where], mask[i, where] = r, 1
+            scores = precgraph.token_logprobs(actor, ids, mask, temperature=temperature)
+            parts = [
+                scores[i][width - len(r) :] if layout == "left" else scores[i][: len(r) - 1] for i, r in enumerate(rows)
+            ]
+    return [p[-len(c.token_ids) :] for p, c in zip(parts, completions, strict=True)]
+
+
+def worst_difference(
+    actor: Any, completions: Sequence[Completion], params: Sequence[SamplingParams], layout: str
+) -> float:
+    """max |log p_rollout - log p_trainer| over the tokens of all completions."""
+    worst = 0.0
+    for temperature in {p.temperature for p in params}:
+        mine = [c for c, p in zip(completions, params, strict=True) if p.temperature == temperature]
+        for c, scores in zip(mine, rescore(actor, mine, layout, temperature or 1.0), strict=True):
+            assert len(scores) == len(c.logprobs) > 0
+            worst = max(worst, float((scores - torch.tensor(c.logprobs)).abs().max()))
+    return worst
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Grows by the number of tokens of every call of the program."""
+    counts: list[int] = []
+    run = engine_module.run_paged
+
+    def counting(compiled: Any, cache: Any, parts: Any) -> Tensor:
+        counts.append(sum(stop - start for _, _, start, stop in parts))
+        return run(compiled, cache, parts)
+
+    monkeypatch.setattr(engine_module, "run_paged", counting)
+    yield counts
+
+
+# ------------------------------------------------------------------------------- equal to the trainer
+
+
+@pytest.mark.parametrize("name", CAUSAL_LMS)
+def test_logprobs_equal_the_trainers(name: str) -> None:
+    actor, rollout = pair(name)
+    prompts = prompts_of(LENGTHS)
+    prompts += [prompts[5], prompts[3], prompts[5][:200]]  # these find their beginnings in the cache
+    params = mixed_params(len(prompts))
+    first: list[Completion] | None = None
+    for budget in (16, 64, 1000):
+        completions = Engine(rollout, max_batch_tokens=budget).generate(prompts, params)
+        first = first or completions
+        assert outputs(completions) == outputs(first)
+        assert [c.cached_tokens for c in completions] == [0] * 6 + [288, 112, 192]
+    assert first is not None
+    for layout in ("left", "right", "packed"):
+        assert worst_difference(actor, first, params, layout) == 0.0
+    assert all(k == 1.0 for c, p in zip(first, params, strict=True) for k in c.kept_mass if not p.truncated)
+    assert all(0 < k < 1 for c, p in zip(first, params, strict=True) for k in c.kept_mass if p.truncated)
+
+
+def test_two_threads_change_nothing() -> None:
+    _, rollout = pair("llama")
+    prompts, params = prompts_of((1, 40, 129)), mixed_params(3)
+    one = Engine(rollout).generate(prompts, params)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        two = Engine(rollout).generate(prompts, params)
+    finally:
+        torch.set_num_threads(threads)
+    assert outputs(one) == outputs(two)
+
+
+def test_kept_mass_is_the_mass_of_the_support() -> None:
+    actor, rollout = pair("qwen3")
+    prompt = prompts_of((20,))[0]
+    params = SamplingParams(max_tokens=4, temperature=0.7, top_p=0.6, seed=1)
+    done = Engine(rollout).generate([prompt], params)[0]
+    ids = torch.tensor([prompt + done.token_ids])
+    with torch.no_grad():
+        probabilities = (actor(ids).logits[0].double() / 0.7).softmax(-1)
+    for i, (token, kept) in enumerate(zip(done.token_ids, done.kept_mass, strict=True)):
+        row = probabilities[len(prompt) + i - 1]
+        values, order = row.sort(descending=True)
+        count = int((values.cumsum(0) < 0.6).sum()) + 1
+        assert token in order[:count].tolist()
+        assert kept == pytest.approx(float(values[:count].sum()), abs=1e-5)
+
+
+# ---------------------------------------------------------------------------- independent of the rest
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_results_do_not_depend_on_how_they_are_run(name: str) -> None:
+    _, rollout = pair(name)
+    prompts = prompts_of((1, 7, 33, 64, 129, 129, 3))
+    prompts[5] = prompts[4]
+    params = mixed_params(len(prompts), max_tokens=9)
+    expected = outputs(Engine(rollout).generate(prompts, params))
+    for options in (
+        {"block_size": 1}, {"block_size": 7, "max_batch_tokens": 5}, {"block_size": 64},
+        {"prefix_caching": False}, {"max_sequences": 2, "max_batch_tokens": 50}, {"max_sequences": 1},
+    ):  # fmt: skip
+        engine = Engine(rollout, self_check=False, **options)
+        assert outputs(engine.generate(prompts, params)) == expected, options
+    alone = [engine.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
+    assert outputs(alone) == expected
+    backwards = engine.generate(prompts[::-1], params[::-1])
+    assert outputs(backwards[::-1]) == expected
+
+
+def test_repeats_of_a_large_batch_give_one_result() -> None:
+    _, rollout = pair("qwen2")
+    prompts = prompts_of([1 + 7 * i % 40 for i in range(44)])
+    params = mixed_params(len(prompts), max_tokens=4)
+    engine = Engine(rollout, max_batch_tokens=100)
+    first = outputs(engine.generate(prompts, params))
+    for _ in range(3):
+        assert outputs(engine.generate(prompts, params)) == first
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_preempted_requests_go_on_with_what_they_sampled(computed: list[int], prefix_caching: bool) -> None:
+    actor, rollout = pair("llama")
+    prompts = prompts_of((20, 20, 20, 20))
+    params = mixed_params(4, max_tokens=30)
+    expected = outputs(Engine(rollout, self_check=False).generate(prompts, params))
+    roomy = sum(computed)
+    computed.clear()
+    tight = Engine(rollout, block_size=4, cache_blocks=26, prefix_caching=prefix_caching, self_check=False)
+    completions = tight.generate(prompts, params)
+    assert outputs(completions) == expected
+    assert sum(computed) > roomy  # something was computed twice, so something was preempted
+    assert worst_difference(actor, completions, params, "packed") == 0.0
+    assert tight.cache.pool.available == 26
+
+
+def test_what_can_never_fit_is_an_error() -> None:
+    _, rollout = pair("llama")
+    engine = Engine(rollout, block_size=4, cache_blocks=5, self_check=False)
+    assert len(engine.generate([[3] * 10], SamplingParams(max_tokens=11, seed=0))[0].token_ids) == 11
+    with pytest.raises(InputError, match="need 6 cache blocks of 4 tokens, more than all 5; .*cache_blocks=6"):
+        engine.generate([[3] * 10], SamplingParams(max_tokens=12))
+
+
+# -------------------------------------------------------------------------------------- prefix cache
+
+
+def test_a_group_computes_its_prompt_once(computed: list[int]) -> None:
+    _, rollout = pair("llama")
+    prompt = prompts_of((129,))[0]
+    engine = Engine(rollout, max_batch_tokens=50, self_check=False)
+    group = engine.generate([prompt] * 6, mixed_params(6, max_tokens=3))
+    assert [c.cached_tokens for c in group] == [0] + [128] * 5
+    assert sum(computed) == 129 + 5 + 6 * 2
+    again = engine.generate([prompt], SamplingParams(max_tokens=3, seed=100, temperature=0.7))
+    assert again[0].cached_tokens == 128
+    assert outputs(again) == outputs(group[:1])
+
+
+def test_new_weights_drop_the_cache() -> None:
+    actor, rollout = compiled_pair("llama", num_hidden_layers=1)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-2)
+    prompts, params = prompts_of((70, 70)), [SamplingParams(max_tokens=5, seed=1)] * 2
+    prompts[1] = prompts[0]
+    engine = Engine(rollout)
+    old = engine.generate(prompts, params)
+    assert worst_difference(actor, old, params, "packed") == 0.0
+
+    precgraph.token_logprobs(actor, torch.tensor(prompts)).sum().backward()
+    optimizer.step()
+    with pytest.raises(StaleWeightsError, match="sync"):
+        engine.generate(prompts, params)
+
+    version = actor.sync()
+    new = engine.generate(prompts, params)
+    assert [c.weights_version for c in (*old, *new)] == [version - 1] * 2 + [version] * 2
+    assert new[0].cached_tokens == 0 and new[1].cached_tokens == 64
+    assert worst_difference(actor, new, params, "left") == 0.0
+    assert outputs(new) == outputs(Engine(rollout, prefix_caching=False).generate(prompts, params))
+
+    # The control: had the old keys and values been used, the comparison would have noticed.
+    precgraph.token_logprobs(actor, torch.tensor(prompts)).sum().backward()
+    optimizer.step()
+    engine.cache.pool.version = actor.sync()
+    assert worst_difference(actor, engine.generate(prompts, params), params, "left") > 0.0
+
+
+def test_weights_that_change_during_a_call_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, rollout = compiled_pair("llama", num_hidden_layers=1)
+    engine = Engine(rollout)
+    run = engine_module.run_paged
+
+    def syncing(*args: Any) -> Tensor:
+        actor.sync()
+        return run(*args)
+
+    monkeypatch.setattr(engine_module, "run_paged", syncing)
+    with pytest.raises(StaleWeightsError, match="during generate"):
+        engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+
+
+def test_a_failed_call_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rollout = pair("llama")
+    prompt = prompts_of((64,))
+    engine = Engine(rollout, max_batch_tokens=20, self_check=False)
+    run = engine_module.run_paged
+    with monkeypatch.context() as patch:
+        calls: list[int] = []
+
+        def failing(*args: Any) -> Tensor:
+            calls.append(1)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return run(*args)
+
+        patch.setattr(engine_module, "run_paged", failing)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompt, SamplingParams(max_tokens=2, seed=0))
+    done = engine.generate(prompt, SamplingParams(max_tokens=2, seed=0))
+    assert done[0].cached_tokens == 0
+    assert outputs(done) == outputs(Engine(rollout).generate(prompt, SamplingParams(max_tokens=2, seed=0)))
+
+
+def test_pool_finds_only_equal_tokens_after_an_equal_prefix() -> None:
+    pool = BlockPool(8, 2)
+    blocks = pool.allocate(3)
+    first = pool.publish(ROOT, (5, 6), blocks[0])
+    pool.publish(first, (7, 8), blocks[1])
+    assert pool.acquire([5, 6, 7, 8, 9], 2)[0] == blocks[:2]
+    assert pool.acquire([5, 6, 7, 8], 1)[0] == blocks[:1]
+    assert pool.acquire([7, 8, 5, 6], 2)[0] == []
+    collision = 5 + 2**61 - 1  # Python's hash of an integer is taken modulo this prime
+    assert hash((collision, 6)) == hash((5, 6))
+    assert pool.acquire([collision, 6], 1)[0] == []
+
+
+def test_pool_evicts_the_least_recently_used_and_ends_before_beginnings() -> None:
+    pool = BlockPool(4, 1)
+    chain = pool.allocate(3)
+    prefix = ROOT
+    for token, block in enumerate(chain):
+        prefix = pool.publish(prefix, (token,), block)
+    pool.release(chain)
+    assert pool.available == 4
+    pool.allocate(2)  # the free block, and one of the chain
+    held, _ = pool.acquire([0, 1, 2], 3)
+    assert held == chain[:2]
+    assert pool.available == 0
+    pool.release(held)
+    pool.serve(2)
+    assert pool.acquire([0], 1)[0] == [] and pool.available == 4
+
+
+# ---------------------------------------------------------------------------------- stops and seeds
+
+
+def test_a_stop_token_is_the_last_one() -> None:
+    _, rollout = pair("qwen2")
+    engine = Engine(rollout)
+    prompt = prompts_of((12,))
+    whole = engine.generate(prompt, SamplingParams(max_tokens=10, seed=3))[0]
+    assert whole.finish_reason == "length" and len(whole.token_ids) == 10
+    stop = whole.token_ids[4]
+    cut = engine.generate(prompt, SamplingParams(max_tokens=10, seed=3, stop_token_ids=[stop]))[0]
+    end = whole.token_ids.index(stop) + 1
+    assert cut.finish_reason == "stop"
+    assert (cut.token_ids, cut.logprobs) == (whole.token_ids[:end], whole.logprobs[:end])
+
+
+def test_seeds() -> None:
+    _, rollout = pair("qwen2")
+    engine = Engine(rollout)
+    prompt = prompts_of((12,))[0]
+    state = torch.get_rng_state()
+    seeded = engine.generate([prompt] * 3, [SamplingParams(max_tokens=n, seed=s) for n, s in ((6, 5), (12, 5), (6, 6))])
+    engine.generate([prompt], SamplingParams(temperature=0))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert seeded[1].token_ids[:6] == seeded[0].token_ids != seeded[2].token_ids
+
+    torch.manual_seed(11)
+    free = engine.generate([prompt] * 3, SamplingParams(max_tokens=6))
+    after = torch.rand(1)
+    torch.manual_seed(11)
+    assert outputs(engine.generate([prompt] * 3, SamplingParams(max_tokens=6))) == outputs(free)
+    assert torch.equal(torch.rand(1), after)
+    assert len({tuple(c.token_ids) for c in free}) == 3
+    torch.manual_seed(11)
+    drawn = [int(torch.randint(2**63 - 1, ())) for _ in range(3)]  # one number a request, in order
+    assert torch.equal(torch.rand(1), after)
+    again = engine.generate([prompt] * 3, [SamplingParams(max_tokens=6, seed=s) for s in drawn])
+    assert outputs(again) == outputs(free)
+
+
+def test_greedy_takes_the_argmax_and_scores_it_at_temperature_one() -> None:
+    actor, rollout = pair("mistral")
+    prompt = prompts_of((12,))[0]
+    done = Engine(rollout).generate([prompt], SamplingParams(max_tokens=5, temperature=0, top_k=3))[0]
+    with torch.no_grad():
+        logits = actor(torch.tensor([prompt + done.token_ids])).logits[0, len(prompt) - 1 : -1]
+    assert logits.argmax(-1).tolist() == done.token_ids
+    assert logits.log_softmax(-1).amax(-1).tolist() == done.logprobs
+    assert done.kept_mass == [1.0] * 5
+
+
+# -------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[1], []], {}, "prompt 1 is empty"),
+        ([[1, VOCABULARY]], {}, f"prompt 0 holds {VOCABULARY}, outside the vocabulary 0..{VOCABULARY - 1}"),
+        ([[-1]], {}, "prompt 0 holds -1"),
+        ([[1]], {"stop_token_ids": [5000]}, "stop_token_ids of prompt 0 holds 5000"),
+        ([1, 2], {}, "prompt 0 is not a sequence of token ids"),
+        (["ab"], {}, "prompt 0 is not a sequence of token ids"),
+        ([[1] * 1000], {"max_tokens": 25}, "exceed the model's max_position_embeddings of 1024"),
+    ],
+)
+def test_bad_requests_are_named(prompts: Any, params: dict[str, Any], message: str) -> None:
+    _, rollout = pair("llama")
+    with pytest.raises(InputError, match=message):
+        Engine(rollout, self_check=False).generate(prompts, SamplingParams(**params))
+
+
+def test_bad_calls_are_named() -> None:
+    actor, rollout = pair("llama")
+    with pytest.raises(InputError, match='mode="infer"'):
+        Engine(actor)
+    with pytest.raises(InputError, match='mode="infer"'):
+        Engine(causal_lm("llama"))
+    with pytest.raises(InputError, match="block_size must be an integer from 1, not 0"):
+        Engine(rollout, block_size=0)
+    engine = Engine(rollout, self_check=False)
+    wrong: tuple[Any, ...] = ([SamplingParams()], {"max_tokens": 3}, [])
+    for params in wrong:
+        with pytest.raises(InputError, match="a sequence of 2"):
+            engine.generate([[1], [2]], params)
+    assert engine.generate([], SamplingParams()) == []
+
+
+def test_prompts_may_be_tensors() -> None:
+    _, rollout = pair("llama")
+    engine = Engine(rollout, self_check=False)
+    done = engine.generate(torch.tensor([[5, 6, 7]]), SamplingParams(max_tokens=2, seed=0))  # type: ignore[arg-type]
+    assert done[0].prompt_token_ids == [5, 6, 7]
+
+
+# ---------------------------------------------------------------------------------------- self-check
+
+
+def test_kernels_that_depend_on_the_batch_are_refused() -> None:
+    model = causal_lm("llama", num_hidden_layers=1)
+    rollout = precgraph.compile(model, mode="infer", recipe=precgraph.Recipe.bf16())
+    with pytest.raises(NumericsStateError, match="linear.*depends on the batch"):
+        Engine(rollout)
+    assert len(Engine(rollout, self_check=False).generate([[1, 2]], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+def test_self_check_sees_a_batch_that_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, rollout = pair("llama")
+    require_row_invariance(rollout)
+    logits = Compiled.logits
+
+    def nudged(self: Compiled, hidden: Tensor) -> Tensor:
+        exact = logits(self, hidden)
+        return exact.nextafter(torch.tensor(torch.inf)) if hidden.shape[1] == 1 else exact
+
+    monkeypatch.setattr(Compiled, "logits", nudged)
+    with pytest.raises(NumericsStateError, match="differ between a batch and decoding alone"):
+        Engine(rollout)
+
+
+def test_progress_is_shown_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    _, rollout = pair("llama")
+    Engine(rollout, self_check=False).generate([[1], [2]], SamplingParams(max_tokens=2), progress=True)
+    assert capsys.readouterr().out == ""

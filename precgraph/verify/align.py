@@ -8,7 +8,7 @@ pair that differs stays a pair. Every step but the last looks at each node and e
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -137,26 +137,30 @@ class Aligner:
         return operands and (program.records[name].op, operands)
 
     def _forward(self, key: Callable[[Program, str], Hashable]) -> None:
-        """In program order: a node that does the same to the same operands; with equal attributes where possible."""
-        exact: dict[Hashable, list[str]] = defaultdict(list)
-        alike: dict[Hashable, list[str]] = defaultdict(list)
+        """In program order: what does the same to the same operands, if it occurs equally often in both graphs."""
         left_t, left_i = self._left()
+        repeats = [Counter(self._own_key(p, n) for n in left) for p, left in self._sides(left_t, left_i)]
+        candidates: dict[Hashable, list[str]] = defaultdict(list)
         for t in reversed(left_t):
-            k = key(self.train, t)
-            exact[k, self._attributes(self.train, t)].append(t)
-            alike[k].append(t)
-        for candidates, with_attributes in ((exact, True), (alike, False)):
-            for i in left_i:
-                k = key(self.infer, i)
-                if k is None or not self._open_i(i):
-                    continue
-                found = candidates.get((k, self._attributes(self.infer, i)) if with_attributes else k, [])
-                while found and not self._open_t(found[-1]):
-                    found.pop()
-                if found:
-                    t = found.pop()
-                    pair = self.alignment.pair if key == self._named_key else self._pair_by_structure
-                    pair(t, i)
+            candidates[key(self.train, t), self._attributes(self.train, t)].append(t)
+        pair = self.alignment.pair if key == self._named_key else self._pair_by_structure
+        for i in left_i:
+            k = key(self.infer, i)
+            found = candidates.get((k, self._attributes(self.infer, i)), []) if k is not None else []
+            while found and not self._open_t(found[-1]):
+                found.pop()
+            if not found:
+                continue
+            if repeats[0][self._own_key(self.train, found[-1])] == repeats[1][self._own_key(self.infer, i)]:
+                pair(found.pop(), i)
+
+    def _sides(self, left_t: list[str], left_i: list[str]) -> tuple[tuple[Program, list[str]], ...]:
+        return (self.train, left_t), (self.infer, left_i)
+
+    def _own_key(self, program: Program, name: str) -> Hashable:
+        """What a node does, in terms of its own graph."""
+        r = program.records[name]
+        return r.op, r.precision.module, r.operands, self._attributes(program, name)
 
     @staticmethod
     def _attributes(program: Program, name: str) -> str:
@@ -206,14 +210,13 @@ class Aligner:
     # ------------------------------------------------------------------------------------ what is still left
     def _subgraphs(self) -> None:
         """networkx subgraph matching of each connected piece that is left, by local signature without module path."""
-        left_t, left_i = self._left()
-        if not left_t or not left_i:
-            return
-        ours = self._view(self.train, left_t)
+        ours, theirs = (self._view(p, left) for p, left in self._sides(*self._left()))
+        shared = {x for _, x in ours.nodes(data="label")} & {x for _, x in theirs.nodes(data="label")}
+        for view in (ours, theirs):
+            view.remove_nodes_from([n for n, label in view.nodes(data="label") if label not in shared])
         by_label: dict[str, list[str]] = defaultdict(list)
-        for t in left_t:
-            by_label[ours.nodes[t]["label"]].append(t)
-        theirs = self._view(self.infer, left_i)
+        for t, label in ours.nodes(data="label"):
+            by_label[label].append(t)
         for piece in list(nx.weakly_connected_components(theirs)):
             wanted = theirs.subgraph(piece)
             labels = {label for _, label in wanted.nodes(data="label")}

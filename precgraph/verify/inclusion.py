@@ -19,7 +19,7 @@ from precgraph.errors import CheckError
 from precgraph.formats import Format
 from precgraph.graph import PrecisionGraph
 from precgraph.verify.align import Aligner, Alignment
-from precgraph.verify.program import Program, canonicalise, describe, same_tensor
+from precgraph.verify.program import Program, canonicalise, describe, lineage, same_tensor
 from precgraph.verify.regions import Region, Regions
 from precgraph.verify.report import RULES, Finding, Report, rule
 from precgraph.verify.signature import Difference, local_differences
@@ -157,11 +157,12 @@ class _Check:
     def _edge(self, place: str, p: str, q: str) -> Difference:
         if self.train.is_leaf(p) and self.infer.is_leaf(q):
             return Difference(place, describe(self.train, p), describe(self.infer, q), "parameter")
-        a, b = (
-            f"{program.records[n].precision.format} {describe(program, n)}"
-            for program, n in ((self.train, p), (self.infer, q))
-        )
-        return Difference(place, a, b, "operand")
+        sides = ((self.train, p), (self.infer, q))
+        words = [describe(*side) for side in sides]
+        if words[0] == words[1]:
+            words = [lineage(*side) for side in sides]
+        formats = [program.records[n].precision.format for program, n in sides]
+        return Difference(place, f"{words[0]} ({formats[0]})", f"{words[1]} ({formats[1]})", "operand")
 
     def _one_sided(self, t: str, i: str, place: str, p: str | None, q: str | None) -> Difference:
         a = describe(self.train, p) if p else str(self.train.records[t].attributes.get(place)).lower()

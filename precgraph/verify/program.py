@@ -141,3 +141,13 @@ def describe(program: Program, name: str) -> str:
         return f"input {name}"
     where = f" of {record.precision.module}" if record.precision.module else ""
     return f"{record.op}{where}"
+
+
+def lineage(program: Program, name: str) -> str:
+    """A value in words, with the nearest value of another module that it is made from."""
+    module = program.records[name].precision.module
+    above = program.principal(name)
+    for _ in range(16):  # a module of one path may be a long program
+        if above is not None and program.records[above].precision.module == module:
+            above = program.principal(above)
+    return describe(program, name) + (f" from {describe(program, above)}" if above is not None else "")

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from precgraph.errors import NumericsStateError, StaleWeightsError
-from precgraph.lowering.program import Program, Segment
+from precgraph.formats import QTensor
+from precgraph.lowering.program import Block, Program, Segment
 from precgraph.runtime.store import WeightStore
 
 
@@ -40,74 +43,107 @@ class Runner:
         require_numerics_state()
         live = dict(values)
         segments = self.program.segments if segments is None else segments
-        with _no_autocast(next(iter(self.store.masters.values())).device):
-            for index, segment in enumerate(segments):
+        last = {name: i for i, segment in enumerate(segments) for name in segment.inputs}
+        with _no_autocast(self.store.device):
+            for i, segment in enumerate(segments):
                 self._run_segment(segment, live, checkpoint)
-                later = {*outputs, "context"}.union(*(s.inputs for s in segments[index + 1 :]))
-                for name in [n for n in live if n not in later]:
-                    del live[name]
+                for name in (*segment.inputs, *segment.outputs):
+                    if last.get(name, i) <= i and name not in outputs:
+                        live.pop(name, None)
         return [live[name] for name in outputs]
 
     def _run_segment(self, segment: Segment, live: dict[str, Any], checkpoint: bool) -> None:
-        call = _Call(self, segment, live, checkpoint)
+        inputs = {n: live[n] for n in (*segment.inputs, "context") if n in live}
         border = [n for n in segment.inputs if n in segment.gradients or n in segment.sinks]
         names = [*border, *segment.parameters]
         tensors = [live[n] for n in border] + [self.store.masters[p] for p in segment.parameters]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            call = _Call(self, segment, inputs, checkpoint)
             results = _SegmentFunction.apply(call, names, *tensors)  # type: ignore[no-untyped-call]
         else:
-            results = call.forward(frozenset())[0]
+            with torch.no_grad():  # a rollout has no backward: none may grow out of the kernels' own operations
+                results = self.forward(segment, frozenset(), inputs)[0]
         live.update(zip(segment.outputs, results, strict=True))
 
-    def constants(self) -> dict[str, Any]:
-        """Masters under their nodes' names, and packs: what every step may read."""
-        masters = {n.name: self.store.masters[str(n.target)] for n in self.program.graph if n.op == "get_attr"}
-        return {**masters, **self.store.values()}
-
-
-@dataclass
-class _Call:
-    """One run of one segment."""
-
-    runner: Runner
-    segment: Segment
-    values: Mapping[str, Any]
-    checkpoint: bool
-
-    def __post_init__(self) -> None:
-        self.inputs = {n: self.values[n] for n in (*self.segment.inputs, "context") if n in self.values}
-        self.version = self.runner.store.version
-
-    def forward(self, wanted: frozenset[str]) -> tuple[list[Any], dict[str, Any]]:
-        """Outputs, and what the gradients of ``wanted`` need."""
-        block, saved = self.segment.forward(wanted)
-        results = block.run(self._values(self.inputs), checked=self.runner.checked)
-        count = len(self.segment.outputs)
+    def forward(
+        self, segment: Segment, wanted: frozenset[str], inputs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Outputs of a segment, and what the gradients of ``wanted`` need."""
+        block, saved = segment.forward(wanted)
+        results = block.run(self._values(block, inputs), checked=self.checked)
+        count = len(segment.outputs)
         return list(results[:count]), dict(zip(saved, results[count:], strict=True))
 
-    def backward(
-        self, wanted: frozenset[str], saved: Mapping[str, Any], grads: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Gradients of ``wanted`` by name."""
-        if self.version != self.runner.store.version:
-            raise StaleWeightsError(
-                f"weights version {self.version} made this forward, {self.runner.store.version} is in the store",
-                remedy="call backward() before actor.sync()",
-            )
-        block = self.segment.backward(wanted)
-        results = iter(block.run(self._values({**saved, **grads, **self._context()}), checked=self.runner.checked))
+    def backward(self, segment: Segment, wanted: frozenset[str], values: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Gradients of ``wanted`` by name, from what the forward kept and the gradients of the outputs."""
+        block = segment.backward(wanted)
+        results = iter(block.run(self._values(block, values), checked=self.checked))
         out: dict[str, Tensor] = {}
         for name in sorted(wanted):
-            for _ in self.segment.contributions(name):
+            for _ in segment.contributions(name):
                 part = next(results)
                 out[name] = out[name] + part if name in out else part
         return out
 
-    def _context(self) -> dict[str, Any]:
-        return {"context": self.inputs["context"]} if "context" in self.inputs else {}
+    def masters_of(self, segment: Segment, wanted: frozenset[str]) -> list[str]:
+        """Paths of the masters that the segment reads itself, not through a pack."""
+        reads = dict.fromkeys((*segment.forward(wanted)[0].inputs, *segment.backward(wanted).inputs))
+        return [self._paths[name] for name in reads if name in self._paths]
 
-    def _values(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        return {**self.runner.constants(), **own}
+    def _values(self, block: Block, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Everything that a block reads: its own values, masters, packs."""
+        return {name: own[name] if name in own else self._constants[name] for name in block.inputs}
+
+    @cached_property
+    def _paths(self) -> dict[str, str]:
+        """Masters' paths by the names of the nodes that read them."""
+        return {n.name: str(n.target) for n in self.program.graph if n.op == "get_attr"}
+
+    @cached_property
+    def _constants(self) -> dict[str, Any]:
+        """Masters and packs by name; both stay the same objects for as long as the store lives."""
+        return {**{name: self.store.masters[path] for name, path in self._paths.items()}, **self.store.values()}
+
+
+@dataclass
+class _Call:
+    """One differentiable run of one segment."""
+
+    runner: Runner
+    segment: Segment
+    inputs: Mapping[str, Any] | None  # given up once the forward has run: autograd keeps what is needed
+    checkpoint: bool
+
+    def begin(self, wanted: frozenset[str]) -> None:
+        """Remember which weights the forward is about to use."""
+        store = self.runner.store
+        self.version, self.paths = store.version, self.runner.masters_of(self.segment, wanted)
+        self.marks = store.marks(self.paths)
+
+    def require_same_weights(self) -> None:
+        """StaleWeightsError if the backward would meet other weights than the forward."""
+        store = self.runner.store
+        if self.version != store.version:
+            raise StaleWeightsError(
+                f"weights version {self.version} made this forward, {store.version} is in the store",
+                remedy="call backward() before actor.sync()",
+            )
+        for path, before, now in zip(self.paths, self.marks, store.marks(self.paths), strict=True):
+            if before != now:
+                raise StaleWeightsError(
+                    "the weight was changed after the forward that this backward belongs to",
+                    path=path,
+                    remedy="call backward() before optimizer.step()",
+                )
+
+
+_SAVED = object()  # in the place of a tensor that autograd keeps
+
+pytree.register_pytree_node(
+    QTensor,
+    lambda q: ([q.codes, q.scales], (q.shape, q.format)),
+    lambda parts, rest: QTensor(*parts, *rest),
+)
 
 
 class _SegmentFunction(torch.autograd.Function):
@@ -115,36 +151,40 @@ class _SegmentFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, names: list[str], *tensors: Tensor) -> tuple[Any, ...]:
-        segment = call.segment
-        ctx.call, ctx.names = call, names
+        segment, inputs = call.segment, call.inputs
+        assert inputs is not None
+        ctx.call, ctx.names, ctx.context = call, names, inputs.get("context")
         ctx.wanted = frozenset(n for n, needed in zip(names, ctx.needs_input_grad[2:], strict=True) if needed)
-        outputs, saved = call.forward(frozenset() if call.checkpoint else ctx.wanted)
+        call.begin(ctx.wanted)
+        outputs, saved = call.runner.forward(segment, frozenset() if call.checkpoint else ctx.wanted, inputs)
         if call.checkpoint:
-            saved = {n: call.inputs[n] for n in segment.inputs}
-        ctx.kept = {n: v for n, v in saved.items() if not isinstance(v, Tensor)}
-        ctx.tensor_names = [n for n, v in saved.items() if isinstance(v, Tensor)]
-        ctx.save_for_backward(*(saved[n] for n in ctx.tensor_names))
-        call.inputs = {n: v for n, v in call.inputs.items() if n == "context"}
-        call.values = {}
-        ctx.mark_non_differentiable(
-            *(o for n, o in zip(segment.outputs, outputs, strict=True) if n not in segment.gradients)
-        )
+            saved = {n: inputs[n] for n in segment.inputs}
+        call.inputs = None
+        # All tensors, codes and scales too, go through autograd, which frees them after the backward.
+        leaves, ctx.tree = pytree.tree_flatten(saved)
+        ctx.save_for_backward(*(v for v in leaves if isinstance(v, Tensor)))
+        ctx.others = [_SAVED if isinstance(v, Tensor) else v for v in leaves]
+        plain = (o for n, o in zip(segment.outputs, outputs, strict=True) if n not in segment.gradients)
+        ctx.mark_non_differentiable(*plain)
         return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         call: _Call = ctx.call
-        segment = call.segment
-        saved = {**ctx.kept, **dict(zip(ctx.tensor_names, ctx.saved_tensors, strict=True))}
-        with _no_autocast(grads[0].device):
+        segment, runner = call.segment, call.runner
+        require_numerics_state()
+        call.require_same_weights()
+        tensors = iter(ctx.saved_tensors)
+        leaves = [next(tensors) if v is _SAVED else v for v in ctx.others]
+        saved = {**pytree.tree_unflatten(leaves, ctx.tree), "context": ctx.context}
+        with _no_autocast(runner.store.device):
             if call.checkpoint:
-                call.inputs = {**call.inputs, **saved}
-                saved = call.forward(ctx.wanted)[1]
+                saved = {**runner.forward(segment, ctx.wanted, saved)[1], "context": ctx.context}
             arriving = {
                 segment.gradients[n]: g for n, g in zip(segment.outputs, grads, strict=True) if n in segment.gradients
             }
-            result = call.backward(ctx.wanted, saved, arriving)
+            result = runner.backward(segment, ctx.wanted, {**saved, **arriving})
         return (None, None, *(result.get(n) for n in ctx.names))
 
 

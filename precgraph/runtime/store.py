@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from precgraph.errors import NonFiniteError, StaleWeightsError
+from precgraph.errors import NonFiniteError, StaleWeightsError, UnsupportedModelError
 from precgraph.lowering.program import PackKey
 from precgraph.lowering.registry import Pack
 
@@ -32,7 +32,8 @@ class WeightStore:
         self.packs: dict[PackKey, Pack] = {}
         self.version = 0
         self.checked = checked
-        self._stepped = False
+        self._steps = dict.fromkeys(self.masters, 0)  # of optimisers, by path
+        self._dtypes = {path: t.dtype for path, t in self.masters.items()}
         self._seen: Any = None
         _STORES.add(self)
 
@@ -43,12 +44,14 @@ class WeightStore:
             _require_finite(key, pack)
             self.packs[key] = pack
         if self.version == 0:
+            self._require_masters()
             self.version = 1
             self._seen = self._state()
 
     @torch.no_grad()
     def refresh(self) -> int:
         """Refill every pack from its master, in place; returns the new version. NonFiniteError names a bad weight."""
+        self._require_masters()
         for key, pack in self.packs.items():
             master = self.masters[key.path].detach()
             if master.device != next(iter(pack.tensors().values())).device:
@@ -56,9 +59,23 @@ class WeightStore:
             pack.update(master)
             _require_finite(key, pack)
         self.version += 1
-        self._stepped = False
         self._seen = self._state()
         return self.version
+
+    def _require_masters(self) -> None:
+        """Masters have the dtype that they were compiled with, and those that no pack is made from are finite."""
+        packed = {key.path for key in self.packs}
+        for path, master in self.masters.items():
+            if master.dtype != self._dtypes[path]:
+                raise UnsupportedModelError(
+                    f"the weight was {self._dtypes[path]} when it was compiled and is {master.dtype} now",
+                    path=path,
+                    remedy=f"convert it back, model.to({self._dtypes[path]})",
+                )
+            if path not in packed and master.is_floating_point() and master.numel():
+                low, high = torch.aminmax(master.detach())  # keeps NaN, and needs no memory of the weight's size
+                if not torch.isfinite(torch.stack((low, high))).all():
+                    raise _non_finite(path, "the weight holds")
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +89,7 @@ class WeightStore:
     @property
     def stale(self) -> bool:
         """Whether a master may have changed since the last refresh."""
-        return self._stepped or self._seen != self._state()
+        return bool(self._seen != self._state())
 
     def require_fresh(self) -> None:
         """StaleWeightsError if the packs are not those of the masters."""
@@ -94,25 +111,29 @@ class WeightStore:
             value = zlib.crc32(raw.cpu().numpy().data, value)
         return value
 
+    def marks(self, paths: Iterable[str]) -> list[tuple[int, int, int]]:
+        """What changes when one of these masters is written: version counter, address, optimiser steps."""
+        return [(self.masters[p]._version, self.masters[p].data_ptr(), self._steps[p]) for p in paths]
+
     def _state(self) -> tuple[Any, ...]:
-        marks = tuple((t._version, t.data_ptr()) for t in self.masters.values())
+        marks = self.marks(self.masters)
         return (marks, self.checksum()) if self.checked else (marks,)
 
     def note_step(self, optimizer: Optimizer) -> None:
         """Called after every optimiser step in the process."""
-        mine = {id(t) for t in self.masters.values()}
-        if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-            self._stepped = True
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for path, master in self.masters.items():
+            self._steps[path] += id(master) in stepped
 
 
 def _require_finite(key: PackKey, pack: Pack) -> None:
     for name, tensor in pack.tensors().items():
         if tensor.dtype == torch.float32 and not torch.isfinite(tensor).all():
-            raise NonFiniteError(
-                f"{name} made from the weight hold NaN or infinity",
-                path=key.path,
-                remedy="restore the weight from a checkpoint",
-            )
+            raise _non_finite(key.path, f"{name} made from the weight hold")
+
+
+def _non_finite(path: str, what: str) -> NonFiniteError:
+    return NonFiniteError(f"{what} NaN or infinity", path=path, remedy="restore the weight from a checkpoint")
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

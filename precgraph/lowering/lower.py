@@ -16,7 +16,7 @@ def lower(graph: PrecisionGraph, backend: str, device: torch.device) -> Precisio
     names = backends(backend, device)
     for node in graph:
         if node.op == "call_function":
-            kernel = select(node, names)
+            kernel = select(node, names, device)
             node.meta["kernel"] = kernel
             annotate(node, numerics=kernel.numerics)
     graph.passes.append("lower")

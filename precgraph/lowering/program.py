@@ -19,6 +19,7 @@ from precgraph import ops
 from precgraph.errors import NonFiniteError
 from precgraph.formats import Format, QTensor
 from precgraph.graph import PrecisionGraph, annotate, op_name, output_node, precision
+from precgraph.lowering.fuse import Of, Unit, units
 from precgraph.lowering.registry import Kernel, Pack
 
 Values = dict[str, Any]
@@ -33,19 +34,28 @@ class Ref:
 
 @dataclass(frozen=True, slots=True)
 class PackKey:
-    """A weight as a kernel family keeps it: master's path, format (None: as it is) and layout."""
+    """A weight as a kernel family keeps it: master's path, format (None: as it is) and layout.
+
+    Weights of one ``group`` (the fusion group of their linears) are made together, in the order of ``place``, for
+    layouts that can be.
+    """
 
     path: str
     format: Format | None
     pack: type[Pack]
+    group: str = ""
+    place: int = 0
 
     def __str__(self) -> str:
-        return f"{self.path}@{self.format or 'plain'}@{self.pack.__name__}"
+        return f"{self.path}@{self.format or 'plain'}@{self.pack.__name__}" + (f"@{self.group}" if self.group else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One kernel call; ``free`` names the values that nothing reads afterwards."""
+    """One kernel call; ``free`` names the values that nothing reads afterwards.
+
+    Its result is the value called ``name``, or, for a fused call, the values called ``outputs``.
+    """
 
     name: str
     module: str
@@ -53,6 +63,7 @@ class Step:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     free: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +82,10 @@ class Block:
             )
             if checked:
                 _require_finite(step, result)
-            values[step.name] = result
+            if step.outputs:
+                values.update(zip(step.outputs, result, strict=True))
+            else:
+                values[step.name] = result
             for name in step.free:
                 del values[name]
         return tuple(values[name] for name in self.outputs)
@@ -229,26 +243,37 @@ def _block(nodes: list[fx.Node], outputs: Iterable[str]) -> Block:
             kept.append(node)
             needed.update(_reads(node))
     kept.reverse()
-    made = {n.name for n in kept}
-    last: dict[str, str] = {}
-    for node in kept:
-        for name in _reads(node):
-            last[name] = node.name
-    inputs = tuple(sorted(needed - made))
+    calls = units(kept, outputs)
+    made = {name for unit in calls for name in unit.makes}
+    last = {name: unit.name for unit in calls for name in _unit_reads(unit)}
+    inputs = tuple(sorted({*last, *outputs} - made))
     free: dict[str, list[str]] = {}
     for name, reader in last.items():
         if name in made and name not in outputs:
             free.setdefault(reader, []).append(name)
-    return Block(inputs, outputs, tuple(_step(n, tuple(free.get(n.name, ()))) for n in kept))
+    return Block(inputs, outputs, tuple(_step(unit, tuple(free.get(unit.name, ()))) for unit in calls))
 
 
-def _step(node: fx.Node, free: tuple[str, ...]) -> Step:
+def _step(unit: Unit, free: tuple[str, ...]) -> Step:
+    node = unit.nodes[0]
+    if unit.fused is not None:
+        args = tuple(_resolve(a) for a in unit.fused.args)
+        return Step(unit.name, precision(node).module, unit.fused.run, args, {}, free, unit.makes)
     kernel: Kernel = node.meta["kernel"]
     args = tuple(_argument(node, i, a) for i, a in enumerate(node.args))
     kwargs = {k: _argument(node, None, v) for k, v in node.kwargs.items()}
     if kernel.context:
         kwargs["context"] = Ref("context")
     return Step(node.name, precision(node).module, kernel.run, args, kwargs, free)
+
+
+def _resolve(argument: Any) -> Any:
+    """An argument of a fused call."""
+    if isinstance(argument, Of):
+        return _argument(argument.node, argument.index, argument.node.args[argument.index])
+    if isinstance(argument, list | tuple):
+        return [_resolve(a) for a in argument]
+    return argument
 
 
 def _argument(node: fx.Node, position: int | None, value: Any) -> Any:
@@ -263,22 +288,23 @@ def _argument(node: fx.Node, position: int | None, value: Any) -> Any:
 
 
 def _reads(node: fx.Node) -> list[str]:
-    """Names of what a step reads, the context and packed weights included."""
-    names: list[str] = ["context"] if node.meta["kernel"].context else []
+    """Names of what a node's own step reads, the context and packed weights included."""
+    arguments = [_argument(node, i, a) for i, a in enumerate(node.args)]
+    named = {k: _argument(node, None, v) for k, v in node.kwargs.items()}
+    return [*(["context"] if node.meta["kernel"].context else []), *_refs([arguments, named])]
 
-    def visit(value: Any) -> None:
-        if isinstance(value, Ref):
-            names.append(value.name)
-        elif isinstance(value, list | tuple):
-            for v in value:
-                visit(v)
-        elif isinstance(value, dict):
-            for v in value.values():
-                visit(v)
 
-    visit([_argument(node, i, a) for i, a in enumerate(node.args)])
-    visit({k: _argument(node, None, v) for k, v in node.kwargs.items()})
-    return names
+def _unit_reads(unit: Unit) -> list[str]:
+    return _reads(unit.nodes[0]) if unit.fused is None else _refs(_resolve(unit.fused.args))
+
+
+def _refs(value: Any) -> list[str]:
+    """Names of the references in an argument."""
+    if isinstance(value, Ref):
+        return [value.name]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [name for v in value for name in _refs(v)] if isinstance(value, list | tuple) else []
 
 
 def _pack_key(node: fx.Node, position: int | None, value: fx.Node) -> PackKey | None:
@@ -290,7 +316,17 @@ def _pack_key(node: fx.Node, position: int | None, value: fx.Node) -> PackKey | 
         return PackKey(str(value.target), None, kernel.pack)
     source = value.args[0]
     assert op_name(value) == "quantize" and isinstance(source, fx.Node)
-    return PackKey(str(source.target), precision(value).format, kernel.pack)
+    return PackKey(str(source.target), precision(value).format, kernel.pack, *_group(value, kernel.pack))
+
+
+def _group(weight: fx.Node, pack: type[Pack]) -> tuple[str, int]:
+    """The projection group whose linear reads a quantised weight, and its place there; for packs made in groups."""
+    reader = next((u for u in weight.users if u.target is ops.linear), None)
+    if reader is None or not precision(reader).fusion or not hasattr(pack, "create_group"):
+        return "", 0
+    fusion, x = precision(reader).fusion, reader.args[0]
+    assert fusion is not None and isinstance(x, fx.Node)
+    return fusion, [u for u in x.users if u.target is ops.linear and precision(u).fusion == fusion].index(reader)
 
 
 def _pack_keys(node: fx.Node) -> list[PackKey]:

@@ -1,11 +1,13 @@
 """The kernel registry: (operator, annotation, backend) -> kernel record.
 
 A record names the numerics that its kernel computes. Two kernels with one numerics id give the same bits, by a test;
-the id, not the function, is what graphs are compared by. Backends register themselves when they are first asked for.
+the id, not the function, is what graphs are compared by. Backends register themselves when they are first asked for;
+their libraries are looked for only on the device that they are for.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +28,10 @@ class Pack(Protocol):
 
     @classmethod
     def create(cls, master: Tensor, fmt: Format | None) -> Self:
-        """Allocate for ``master [N, K]``, quantised to ``fmt`` or, with None, in its own dtype; and fill."""
+        """Allocate for ``master [N, K]``, quantised to ``fmt`` or, with None, in its own dtype; and fill.
+
+        A class that also has ``create_group(masters, fmt) -> list`` gets the weights of a projection group together.
+        """
         ...
 
     def update(self, master: Tensor) -> None:
@@ -61,8 +66,19 @@ class Kernel:
 
 
 _KERNELS: dict[tuple[str, str], list[Kernel]] = {}
-_MODULES = {"reference": "precgraph.lowering.reference"}
-AUTO = {"cpu": ("reference",), "cuda": ("reference",), "meta": ("reference",)}
+_MODULES = {
+    "reference": "precgraph.lowering.reference",
+    "triton": "precgraph.lowering.triton.kernels",
+    "flash_attention": "precgraph.lowering.flash_attention",
+    "deep_gemm": "precgraph.lowering.deep_gemm",
+}
+# What a caller can ask for, and the backends that are then asked in turn.
+BACKENDS = {
+    "reference": ("reference",),
+    "triton": ("triton", "reference"),
+    "deep_gemm": ("deep_gemm", "flash_attention", "triton", "reference"),
+}
+AUTO = {"cuda": "deep_gemm"}  # elsewhere the reference
 
 
 def register(*kernels: Kernel) -> None:
@@ -72,24 +88,43 @@ def register(*kernels: Kernel) -> None:
 
 
 def backends(backend: str, device: torch.device) -> tuple[str, ...]:
-    """The backends to ask, in order: a named one alone, or what ``auto`` means on ``device``."""
-    names = AUTO.get(device.type, ("reference",)) if backend == "auto" else (backend,)
+    """The backends to ask, in order, for a name that a caller gave or for ``auto``, which goes by ``device``."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise LoweringError(f"no backend is called {backend!r}", remedy=f"choose auto or one of {', '.join(BACKENDS)}")
+    names = BACKENDS[AUTO.get(device.type, "reference") if backend == "auto" else backend]
     for name in names:
-        if name not in _MODULES:
-            raise LoweringError(f"no backend is called {name!r}", remedy=f"choose auto or one of {', '.join(_MODULES)}")
         importlib.import_module(_MODULES[name])
     return names
 
 
-def select(node: fx.Node, names: Iterable[str]) -> Kernel:
-    """The kernel of the first backend that serves ``node``; LoweringError, with what each lacks, if none does."""
+@functools.cache
+def unavailable(name: str, device: torch.device) -> LoweringError | None:
+    """Why a backend cannot run on ``device``, with the remedy; None if it can."""
+    find: Callable[[torch.device], LoweringError | None] | None
+    find = getattr(importlib.import_module(_MODULES[name]), "unavailable", None)
+    return find(device) if find else None
+
+
+def select(node: fx.Node, names: Iterable[str], device: torch.device) -> Kernel:
+    """The kernel of the first backend that serves ``node``.
+
+    A GPU kernel gives way to another GPU kernel if its library is missing (and says so by its numerics id), never to
+    the reference, which would be hundreds of times slower: that is a LoweringError, like a node that nothing serves.
+    """
+    missing: list[LoweringError] = []
     for name in names:
-        for kernel in _KERNELS.get((op_name(node), name), ()):
-            if kernel.serves(node):
-                return kernel
+        kernel = next((k for k in _KERNELS.get((op_name(node), name), ()) if k.serves(node)), None)
+        if kernel is None or (name == "reference" and missing):
+            continue
+        problem = unavailable(name, device)
+        if problem is None:
+            return kernel
+        missing.append(problem)
     if op_name(node).startswith("aten.") or op_name(node) == "getitem":
         return _as_it_is(node)
     p = precision(node)
+    if missing:
+        raise LoweringError(missing[0].message, path=p.module, remedy=missing[0].remedy)
     raise LoweringError(
         f"no kernel of {', '.join(names)} serves {op_name(node)} making {p.format} "
         f"(compute {p.compute}, accumulate {p.accumulate}, {dict(p.rules)}) from "

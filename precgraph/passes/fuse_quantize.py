@@ -1,10 +1,14 @@
-"""fuse_quantize: a quantiser joins the operator that makes its input, so that one kernel may serve both.
+"""fuse_quantize: name the groups of neighbouring nodes that one kernel may serve, quantisers above all.
 
 The groups are annotations (``precision.fusion``); a backend that has a kernel for a group uses it, with the numerics
-of the single operators. The nodes stay, so graphs compare the same whether a backend fuses or not.
+of the single operators. The nodes stay, so graphs compare the same whether a backend fuses or not. Groups lie within
+one segment and one phase; a node is in one group at most, by the first rule of :data:`RULES` that claims it.
 """
 
 from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
 
 from torch import fx
 
@@ -12,26 +16,113 @@ from precgraph import ops
 from precgraph.graph import PrecisionGraph, annotate, precision
 from precgraph.passes.rewrite import is_call
 
-PRODUCERS = (ops.rms_norm, ops.gated, ops.activate)
+Rule = Callable[[fx.Node], list[fx.Node]]  # the members of the group that a node anchors, or nothing
 
 
 def fuse_quantize(graph: PrecisionGraph) -> PrecisionGraph:
-    """Name a group after each producer: a residual add that only feeds a norm's layer, the producer, its quantisers."""
-    for node in list(graph):
-        if not is_call(node, *PRODUCERS):
-            continue
-        quantizers = [u for u in node.users if is_call(u, ops.quantize)]
-        if not quantizers:
-            continue
-        members = [node, *quantizers]
-        source = node.args[0]
-        if is_call(node, ops.rms_norm) and is_call(source, ops.add) and _same_segment(source, node):
-            members.append(source)  # type: ignore[arg-type]
-        name = f"{precision(node).module}.{node.target.__name__}"  # type: ignore[union-attr]
-        for member in members:
-            annotate(member, fusion=name)
+    """Name a group after the module and the operator that anchors it."""
+    for suffix, rule in RULES:
+        for node in list(graph):
+            members = [m for m in rule(node) if precision(m).fusion is None]
+            if len(members) > 1 and len({_place(m) for m in members}) == 1:
+                for member in members:
+                    annotate(member, fusion=f"{precision(node).module}.{suffix}({node.name})")
     return graph
 
 
-def _same_segment(a: fx.Node | object, b: fx.Node) -> bool:
-    return isinstance(a, fx.Node) and precision(a).segment == precision(b).segment
+def _place(node: fx.Node) -> tuple[str, str]:
+    return precision(node).segment, precision(node).phase
+
+
+def _users(node: fx.Node, *targets: Callable[..., object]) -> list[fx.Node]:
+    return [u for u in node.users if is_call(u, *targets)]
+
+
+# ----------------------------------------------------------------------------------------- forward
+
+
+def norm_quantize(node: fx.Node) -> list[fx.Node]:
+    """The residual add before a norm (of one segment with it), the norm, its quantisers."""
+    quantizers = _users(node, ops.quantize) if is_call(node, ops.rms_norm) else []
+    if not quantizers:
+        return []
+    source = node.args[0]
+    before = [source] if is_call(source, ops.add) and _place(source) == _place(node) else []  # type: ignore[arg-type]
+    return [*before, node, *quantizers]  # type: ignore[list-item]
+
+
+def gated_quantize(node: fx.Node) -> list[fx.Node]:
+    """A gated unit, or an activation, and its quantisers."""
+    return [node, *_users(node, ops.quantize)] if is_call(node, ops.gated, ops.activate) else []
+
+
+def norm_rope(node: fx.Node) -> list[fx.Node]:
+    """The norm of q or k and its rotation."""
+    source = node.args[0] if is_call(node, ops.rope) else None
+    return [source, node] if is_call(source, ops.rms_norm) else []  # type: ignore[list-item]
+
+
+# ---------------------------------------------------------------------------------------- backward
+
+
+def norm_rope_backward(node: fx.Node) -> list[fx.Node]:
+    """The same backwards, with both gradients."""
+    source = node.args[0] if is_call(node, ops.rms_norm_backward) else None
+    if not is_call(source, ops.rope_backward):
+        return []
+    return [source, node, *_users(node, operator.getitem)]  # type: ignore[list-item]
+
+
+def norm_backward_add(node: fx.Node) -> list[fx.Node]:
+    """A norm's backward and the addition of its gradient to the residual's."""
+    if not is_call(node, ops.rms_norm_backward):
+        return []
+    parts = _users(node, operator.getitem)
+    adds = [u for part in parts if part.args[1] == 0 for u in _users(part, ops.add)]
+    return [node, *parts, *adds] if len(adds) == 1 else []
+
+
+def gated_backward_quantize(node: fx.Node) -> list[fx.Node]:
+    """A gated unit's backward and the quantisers of both gradients."""
+    if not is_call(node, ops.gated_backward):
+        return []
+    parts = _users(node, operator.getitem)
+    return [node, *parts, *(q for part in parts for q in _users(part, ops.quantize))]
+
+
+def gradients_of_projections(node: fx.Node) -> list[fx.Node]:
+    """The quantisers of all output gradients of a projection group, which one DGrad reads."""
+    if not is_call(node, ops.linear_dgrad) or len(node.args[0]) == 1:  # type: ignore[arg-type]
+        return []
+    return [q for dy in _quantized(node) for q in _users(dy, ops.quantize)]
+
+
+def _quantized(dgrad: fx.Node) -> Iterator[fx.Node]:
+    """What the operands of a DGrad were quantised from."""
+    for dy in dgrad.args[0]:  # type: ignore[union-attr]
+        if is_call(dy, ops.quantize):
+            yield dy.args[0]  # type: ignore[union-attr, misc]
+
+
+def wgrads_of_projections(node: fx.Node) -> list[fx.Node]:
+    """The WGrads of the linears that read one value."""
+    readers = _users(node, ops.linear_wgrad) if is_call(node, ops.quantize) else []
+    return [w for w in readers if w.args[1] is node]
+
+
+def twin_quantizers(node: fx.Node) -> list[fx.Node]:
+    """The quantisers of one value: along its rows and along tokens."""
+    return _users(node, ops.quantize) if node.op != "get_attr" else []
+
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("norm", norm_quantize),
+    ("gated", gated_quantize),
+    ("rotated", norm_rope),
+    ("rotated_backward", norm_rope_backward),
+    ("norm_backward", norm_backward_add),
+    ("gated_backward", gated_backward_quantize),
+    ("gradients", gradients_of_projections),
+    ("wgrads", wgrads_of_projections),
+    ("twins", twin_quantizers),
+)

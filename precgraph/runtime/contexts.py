@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -46,3 +48,48 @@ class PackedContext:
     def sequences(self, layer: int, k: Tensor, v: Tensor) -> Iterator[Attended]:
         for start, stop in pairwise(self.bounds):
             yield Attended(start, stop, 0, k[0, start:stop], v[0, start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class Varlen:
+    """All sequences of a call as one variable-length kernel reads them.
+
+    Query rows ``query_bounds[i] : query_bounds[i + 1]`` are the last positions of a sequence whose keys and values are
+    rows ``key_bounds[i] : key_bounds[i + 1]`` of ``keys, values [S, Hkv, D]``. Bounds are int32 ``[B + 1]`` on the
+    device; ``longest_query`` and ``longest_keys`` are the largest steps.
+    """
+
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest_query: int
+    longest_keys: int
+    keys: Tensor
+    values: Tensor
+
+
+def varlen(context: AttentionContext, layer: int, k: Tensor, v: Tensor) -> Varlen:
+    """The sequences of ``context`` for one layer, their keys back to back; packed ones are not copied."""
+    if isinstance(context, PackedContext):
+        bounds, longest = device_bounds(tuple(context.bounds), k.device)
+        return Varlen(bounds, bounds, longest, longest, k[0], v[0])
+    calls = list(context.sequences(layer, k, v))
+    queries, longest_query = device_bounds(cumulative([s.stop - s.start for s in calls]), k.device)
+    seen = [s.position + s.stop - s.start for s in calls]
+    keys, longest_keys = device_bounds(cumulative(seen), k.device)
+    return Varlen(
+        queries, keys, longest_query, longest_keys,
+        torch.cat([s.keys[:n] for s, n in zip(calls, seen, strict=True)]),
+        torch.cat([s.values[:n] for s, n in zip(calls, seen, strict=True)]),
+    )  # fmt: skip
+
+
+def cumulative(lengths: Sequence[int]) -> tuple[int, ...]:
+    """``0``, then the running sum."""
+    return (0, *accumulate(lengths))
+
+
+@lru_cache(maxsize=256)
+def device_bounds(bounds: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
+    """Bounds as int32 on the device, made once for the many layers of a call, and the longest step."""
+    longest = max((b - a for a, b in pairwise(bounds)), default=0)
+    return torch.tensor(bounds, dtype=torch.int32, device=device), longest

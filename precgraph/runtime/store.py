@@ -37,16 +37,33 @@ class WeightStore:
         self._seen: Any = None
         _STORES.add(self)
 
+    def watch(self) -> None:
+        """From now on compare a checksum of the masters, too."""
+        if not self.checked:
+            stale, self.checked = self.stale, True
+            self._seen = None if stale else self._state()
+
     def require(self, keys: Iterable[PackKey]) -> None:
         """Make the packs of a program that are not there yet."""
+        groups: dict[Any, list[PackKey]] = {}
         for key in sorted(set(keys) - self.packs.keys(), key=str):
-            pack = key.pack.create(self.masters[key.path].detach(), key.format)
-            _require_finite(key, pack)
-            self.packs[key] = pack
+            groups.setdefault(key.group or key, []).append(key)
+        for members in groups.values():
+            members.sort(key=lambda key: key.place)
+            for key, pack in zip(members, self._create(members), strict=True):
+                _require_finite(key, pack)
+                self.packs[key] = pack
         if self.version == 0:
             self._require_masters()
             self.version = 1
             self._seen = self._state()
+
+    def _create(self, keys: list[PackKey]) -> list[Pack]:
+        """The packs of one group, or of one key that has none."""
+        masters, first = [self.masters[key.path].detach() for key in keys], keys[0]
+        if first.group:
+            return list(first.pack.create_group(masters, first.format))  # type: ignore[attr-defined]
+        return [first.pack.create(masters[0], first.format)]
 
     @torch.no_grad()
     def refresh(self) -> int:

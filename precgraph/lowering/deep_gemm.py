@@ -1,0 +1,258 @@
+"""GEMMs on Hopper by DeepGEMM: FP8 for linears (FProp, DGrad, WGrad), bf16 for lm_head and what recipes leave out.
+
+FProp and DGrad run the 1D2D kernel (one operand in groups of 1x128, the weight in 128x128 blocks, bf16 out), WGrad the
+1D1D kernel (both operands in groups of 128 along tokens, fp32 out, rounded once). Both add up 128 products in the
+tensor core, scale the sum and add it to an fp32 accumulator, group after group: rows do not depend on each other and
+nothing is split, so results are row-invariant and deterministic whatever tile the library picks (a test shows it).
+
+The library is PyPI's ``sgl-deep-gemm`` (imported as ``deep_gemm``) or the copy inside vLLM. It compiles a kernel for
+every new tile, about four seconds each, into ``DG_JIT_CACHE_DIR`` (default ``~/.deep_gemm``).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from precgraph import ops
+from precgraph.errors import LoweringError
+from precgraph.formats import QTensor
+from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
+from precgraph.lowering.gemm_nodes import bf16, fp8
+from precgraph.lowering.packs import Fp8Weight, MasterWeight, is_whole_stack, joined_columns, pad_columns, padded
+from precgraph.lowering.registry import Kernel, register
+
+_DISTRIBUTIONS = (("deep_gemm", "sgl-deep-gemm", "0.1."), ("vllm.third_party.deep_gemm", "vllm", "0."))
+
+# ------------------------------------------------------------------------------------- the library
+
+
+@functools.cache
+def library() -> tuple[str, str]:
+    """Import name of the DeepGEMM at hand and its ``distribution version``; LoweringError if none fits."""
+    remedy = "pip install 'precgraph[deep-gemm]' (sgl-deep-gemm 0.1)"
+    for module, distribution, wanted in _DISTRIBUTIONS:
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if not version.startswith(wanted):
+            raise LoweringError(f"{distribution} {version} is not a version that precgraph knows", remedy=remedy)
+        return module, f"{distribution} {version}"
+    raise LoweringError("DeepGEMM is not installed", remedy=remedy)
+
+
+def unavailable(device: torch.device) -> LoweringError | None:
+    """Why DeepGEMM cannot run on ``device``: another GPU, no library, no compiler."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        found = ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else device.type
+        return LoweringError(
+            f"FP8 GEMMs need compute capability 9.0 (H100, H200), not {found}",
+            remedy='use backend="reference", or a bf16 recipe',
+        )
+    try:
+        name = library()[1]
+        if compiler() is None:
+            return LoweringError(
+                f"{name} compiles its kernels and finds no nvcc",
+                remedy="install the CUDA toolkit and set CUDA_HOME to it",
+            )
+        _module()
+    except LoweringError as error:
+        return error
+    except (ImportError, OSError, AssertionError, RuntimeError) as error:
+        return LoweringError(
+            f"{library()[1]} does not load: {error}", remedy="install apache-tvm-ffi, and a torch that it fits"
+        )
+    return None
+
+
+def compiler() -> Path | None:
+    """The nvcc that DeepGEMM's JIT will call: below CUDA_HOME or CUDA_PATH, on the PATH, or in /usr/local/cuda."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc")
+    nvcc = Path(home, "bin", "nvcc") if home else Path(on_path or "/usr/local/cuda/bin/nvcc")
+    return nvcc if nvcc.exists() else None
+
+
+@functools.cache
+def _module() -> ModuleType:
+    return importlib.import_module(library()[0])
+
+
+# --------------------------------------------------------------------------------------------- FP8
+
+
+def fp8_linear(x: QTensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """FProp: ``x [..., K]`` 1x128, ``weight [N, K]`` to bf16 ``[..., N]``; then the bf16 bias."""
+    y = _gemm_1d2d(x.codes, x.scales, weight.codes, weight.scales)
+    return _output(y, 0, weight, bias, x.shape)
+
+
+def fp8_linears(x: QTensor, weights: Sequence[Fp8Weight], biases: Sequence[Tensor | None]) -> list[Tensor]:
+    """FProp of linears that read one value: one GEMM if they share a stack; outputs are slices of its columns."""
+    if not is_whole_stack(weights):
+        return [fp8_linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    stack = weights[0].stack
+    y = _gemm_1d2d(x.codes, x.scales, stack.codes, stack.scales)
+    return [_output(y, w.start, w, b, x.shape) for w, b in zip(weights, biases, strict=True)]
+
+
+def _output(y: Tensor, start: int, weight: Fp8Weight, bias: Tensor | None, shape: torch.Size) -> Tensor:
+    columns = weight.shape[0]
+    part = _like(y[:, start : start + columns], shape)
+    return part if bias is None else part + bias
+
+
+def fp8_dgrad(dys: Sequence[QTensor], weights: Sequence[Fp8Weight]) -> Tensor:
+    """DGrad: ``Σ dy_i [..., N_i] @ weight_i [N_i, K]`` in one GEMM along all N, so in one fp32 accumulator."""
+    codes, scales = joined_columns([d.codes for d in dys]), joined_columns([d.scales for d in dys])
+    if is_whole_stack(weights):
+        right, right_scales = weights[0].stack.transposed()
+    else:
+        parts = [w.transposed() for w in weights]
+        right, right_scales = joined_columns([c for c, _ in parts]), joined_columns([s for _, s in parts])
+    y = _gemm_1d2d(codes, scales, right, right_scales)
+    return _like(y[:, : weights[0].shape[1]], dys[0].shape)
+
+
+def _gemm_1d2d(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
+    """``a [M, K] @ b [N, K].T`` to bf16 ``[M, N]``; scales ``[M, K / 128]`` and ``[N / 128, K / 128]``."""
+    d = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
+    _module().fp8_gemm_nt((a, _rows_major(a_scales)), (b, b_scales.contiguous()), d, disable_ue8m0_cast=True)
+    return d
+
+
+def fp8_wgrad(dy: QTensor, x: QTensor) -> Tensor:
+    """WGrad: ``dyᵀ @ x``, both 128x1 along tokens; fp32 sums, rounded to bf16 ``[N, K]``."""
+    return fp8_wgrads([dy], x)[0]
+
+
+def fp8_wgrads(dys: Sequence[QTensor], x: QTensor) -> list[Tensor]:
+    """WGrad of linears that read one value: one GEMM, rows ``N_i`` of its result each."""
+    codes, scales = joined_columns([d.codes for d in dys]).t(), joined_columns([d.scales for d in dys]).t()
+    # TMA wants rows of 16 bytes.
+    total = torch.zeros(codes.shape[0], padded(x.codes.shape[1], 4), dtype=torch.float32, device=codes.device)
+    total = total[:, : x.codes.shape[1]]
+    left = codes.contiguous(), _rows_major(scales)
+    right = x.codes.t().contiguous(), _rows_major(x.scales.t())
+    _module().fp8_gemm_nt(left, right, total, c=total, recipe=(1, 1, 128), disable_ue8m0_cast=True)
+    return list(total.to(torch.bfloat16).split([d.codes.shape[1] for d in dys]))
+
+
+def _like(y: Tensor, shape: torch.Size) -> Tensor:
+    """``y [M, n]`` with the leading dimensions of ``shape [..., K]``: a view."""
+    return y.view(*shape[:-1], y.shape[1])
+
+
+def _rows_major(scales: Tensor) -> Tensor:
+    """Scales ``[M, G]`` in the layout that the kernels read, columns of a multiple of 16 bytes; a copy if need be."""
+    wanted = (1, padded(scales.shape[0], 4))
+    if scales.stride() == wanted:
+        return scales
+    copy = torch.empty_strided(scales.shape, wanted, dtype=scales.dtype, device=scales.device)
+    return copy.copy_(scales)
+
+
+# -------------------------------------------------------------------------------------------- bf16
+
+
+def bf16_linear(x: Tensor, weight: MasterWeight, bias: Tensor | None) -> Tensor:
+    """``x [..., K] @ weight [N, K].T`` in bf16, summed in fp32, then the bf16 bias."""
+    y = _like(_bf16_gemm(x.flatten(0, -2), weight.values, torch.bfloat16), x.shape)
+    return y if bias is None else y + bias
+
+
+def bf16_logits(x: Tensor, weight: MasterWeight, bias: Tensor | None) -> Tensor:
+    """lm_head: bf16 operands, fp32 logits ``[..., V]``."""
+    logits = _like(_bf16_gemm(x.flatten(0, -2), weight.values, torch.float32), x.shape)
+    return logits if bias is None else logits + bias.float()
+
+
+def bf16_dgrad(dys: Sequence[Tensor], weights: Sequence[MasterWeight]) -> Tensor:
+    """``dy [..., N] @ weight [N, K]``, bf16 operands and result, fp32 sums."""
+    (dy,), (weight,) = dys, weights
+    return _like(_bf16_gemm(dy.flatten(0, -2), weight.values.t(), torch.bfloat16), dy.shape)
+
+
+def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
+    """``dyᵀ @ x`` over tokens, bf16 operands and result, fp32 sums."""
+    return _bf16_gemm(dy.flatten(0, -2).t(), x.flatten(0, -2).t(), torch.bfloat16)
+
+
+def _bf16_gemm(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
+    """``a [M, K] @ b [N, K].T``; either operand may be a transposed view."""
+    columns = b.shape[0]
+    d = torch.empty(a.shape[0], padded(columns, 16 // out.itemsize), dtype=out, device=a.device)[:, :columns]
+    _module().bf16_gemm_nt(_aligned(a), _aligned(b), d)
+    return d
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x`` with a step between rows that is a multiple of 16 bytes, as TMA wants it; a copy if need be."""
+    transposed = x.stride(0) == 1 and x.stride(1) != 1
+    rows = x.t() if transposed else x
+    step = 16 // x.dtype.itemsize
+    if rows.stride(1) != 1 or rows.stride(0) % step:
+        rows = pad_columns(rows, step)[:, : rows.shape[1]]
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows.t() if transposed else rows
+
+
+# ----------------------------------------------------------------------------------------- fusions
+
+
+def _linears(members: Sequence[fx.Node], escaping: frozenset[fx.Node]) -> Fused | None:
+    """q, k, v or gate, up: quantised linears of one value."""
+    x = members[0].args[0]
+    if any(n.target is not ops.linear or n.args[0] is not x or not fp8("1x128", "128x128")(n) for n in members):
+        return None
+    args = (Of(members[0], 0), [Of(n, 1) for n in members], [Of(n, 2) for n in members])
+    return Fused(fp8_linears, args, tuple(members))
+
+
+def _wgrads(members: Sequence[fx.Node], escaping: frozenset[fx.Node]) -> Fused | None:
+    """The WGrads of such a group."""
+    x = members[0].args[1]
+    if any(n.target is not ops.linear_wgrad or n.args[1] is not x or not fp8("128x1", "128x1")(n) for n in members):
+        return None
+    return Fused(fp8_wgrads, ([Of(n, 0) for n in members], Of(members[0], 1)), tuple(members))
+
+
+# ----------------------------------------------------------------------------------------- records
+
+
+def _name() -> str:
+    try:
+        return library()[1]
+    except LoweringError:
+        return "sgl-deep-gemm absent"
+
+
+def _kernel(op: str, run: Callable[..., Any], rule: str, serves: Callable[[fx.Node], bool], **more: Any) -> Kernel:
+    return Kernel(op, "deep_gemm", run, f"{_name()} {rule}", serves, library=_name(), **more)
+
+
+register(
+    _kernel("linear", fp8_linear, "fp8 1D2D", fp8("1x128", "128x128"), pack=Fp8Weight),
+    _kernel("linear_dgrad", fp8_dgrad, "fp8 1D2D", fp8("1x128", "128x128"), pack=Fp8Weight),
+    _kernel("linear_wgrad", fp8_wgrad, "fp8 1D1D", fp8("128x1", "128x1"), row_invariant=False),
+    _kernel("linear", bf16_linear, "bf16", bf16("bfloat16"), pack=MasterWeight),
+    _kernel("lm_head", bf16_logits, "bf16 to fp32", bf16("float32"), pack=MasterWeight),
+    _kernel("linear_dgrad", bf16_dgrad, "bf16", bf16("bfloat16"), pack=MasterWeight),
+    _kernel("linear_wgrad", bf16_wgrad, "bf16", bf16("bfloat16"), row_invariant=False),
+)
+register_fusion(
+    Fusion("projections", "deep_gemm", _linears),
+    Fusion("wgrads", "deep_gemm", _wgrads),
+)

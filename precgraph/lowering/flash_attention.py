@@ -1,0 +1,184 @@
+"""Attention on Hopper: FlashAttention-3 forward, and a backward from its output and log-sum-exp.
+
+FA3 is exact across packing, chunks and decoding if three things are fixed. One split: with several, the order of the
+sum depends on the batch. The tile: FA3 picks it from ``max_seqlen_q`` (and treats a single query as not causal, with
+another key tile), so the bound that is passed is never below :data:`QUERY_BOUND`. And paging: with head widths of 80
+and 96 the paged kernel has other tiles, so keys always reach it in one piece. All are part of the numerics id.
+
+The library is ``fa3-fwd`` (PyPI) or vLLM's copy, which also has sliding windows.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from types import ModuleType
+
+import torch
+from torch import Tensor, fx
+
+from precgraph import ops
+from precgraph.errors import LoweringError
+from precgraph.graph import precision
+from precgraph.lowering.registry import Kernel, register
+from precgraph.runtime.contexts import AttentionContext, PackedContext, Varlen, device_bounds, varlen
+
+QUERY_BOUND = 128  # above every length for which FA3 has a tile of its own, for any number of heads in a group
+WIDTHS = (64, 80, 96, 128, 256)  # the head widths whose exactness is tested
+
+
+@functools.cache
+def library() -> tuple[str, str]:
+    """Import name of the FA3 at hand and its ``distribution version``; LoweringError if there is none."""
+    for module, distribution in (("fa3_fwd_interface", "fa3-fwd"), ("vllm.vllm_flash_attn", "vllm")):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return module, f"{distribution} {version}"
+    raise LoweringError("FlashAttention-3 is not installed", remedy="pip install fa3-fwd==0.0.3")
+
+
+def unavailable(device: torch.device) -> LoweringError | None:
+    """Why FA3 cannot run on ``device``."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return LoweringError(
+            "FlashAttention-3 needs a Hopper GPU (compute capability 9.0)", remedy='use backend="reference"'
+        )
+    try:
+        _module()
+    except LoweringError as error:
+        return error
+    except (ImportError, OSError) as error:
+        return LoweringError(
+            f"{library()[1]} does not load: {error}", remedy="install the build that fits this torch, or fa3-fwd==0.0.3"
+        )
+    return None
+
+
+@functools.cache
+def _module() -> ModuleType:
+    return importlib.import_module(library()[0])
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: ops.AttentionSpec, *, context: AttentionContext
+) -> tuple[Tensor, Tensor]:
+    """``q [1, T, H, D]``, ``k, v [1, T, Hkv, D]`` bf16 to ``[1, T, H·D]`` and log-sum-exp ``[T, H]`` fp32."""
+    out, lse = forward(q[0], varlen(context, spec.layer, k, v), spec)
+    return out.flatten(1).unsqueeze(0), lse.t()
+
+
+def forward(q: Tensor, call: Varlen, spec: ops.AttentionSpec) -> tuple[Tensor, Tensor]:
+    """``q [T, H, D]`` on the sequences of ``call``: out ``[T, H, D]``, log-sum-exp ``[H, T]``."""
+    options = {
+        "softmax_scale": spec.scale,
+        "causal": True,
+        "window_size": (spec.window - 1, 0) if spec.window else (-1, -1),
+        "softcap": spec.softcap,
+        "num_splits": 1,
+        "max_seqlen_q": max(call.longest_query, QUERY_BOUND),
+        "max_seqlen_k": call.longest_keys,
+        "cu_seqlens_q": call.query_bounds,
+        "cu_seqlens_k": call.key_bounds,
+    }
+    if library()[0] == "fa3_fwd_interface":
+        options["return_attn_probs"] = True  # which adds the log-sum-exp
+    else:
+        options |= {"return_softmax_lse": True, "fa_version": 3}
+    out, lse = _module().flash_attn_varlen_func(q, call.keys, call.values, **options)
+    return out, lse
+
+
+# ---------------------------------------------------------------------------------------- backward
+
+
+def flash_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: ops.AttentionSpec, *,
+    context: PackedContext,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``(dq, dk, dv)`` of packed sequences by torch's FlashAttention-2 backward, in its deterministic order."""
+    bounds, longest = device_bounds(tuple(context.bounds), q.device)
+    heads = (-1, spec.heads, spec.head_dim)
+    nothing = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of a dropout that is off
+    with deterministic():
+        grads = torch.ops.aten._flash_attention_backward(
+            dy.reshape(heads), q[0], k[0], v[0], out.reshape(heads), lse.t().contiguous(), bounds, bounds, longest,
+            longest, 0.0, True, nothing, nothing, scale=spec.scale,
+            window_size_left=spec.window - 1 if spec.window else None, window_size_right=0 if spec.window else None,
+        )  # fmt: skip
+    return tuple(g.unsqueeze(0) for g in grads)
+
+
+def cudnn_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, spec: ops.AttentionSpec, *,
+    context: PackedContext,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``(dq, dk, dv)`` by cuDNN's backward, which takes sequences of one length; else :func:`flash_backward`."""
+    lengths = {b - a for a, b in pairwise(context.bounds)}
+    if len(lengths) != 1:
+        return flash_backward(dy, q, k, v, out, lse, spec, context=context)
+    (length,) = lengths
+    shape = (-1, length, spec.heads, spec.head_dim)
+    dense = [t.reshape(-1, length, *t.shape[-2:]).transpose(1, 2) for t in (q, k, v)]
+    logsumexp = lse.t().reshape(spec.heads, -1, length).transpose(0, 1).contiguous().unsqueeze(-1)
+    none = torch.empty((), dtype=torch.int64, device=q.device)
+    with deterministic():
+        grads = torch.ops.aten._cudnn_attention_backward(
+            dy.reshape(shape).transpose(1, 2), *dense, out.reshape(shape).transpose(1, 2), logsumexp, none, none,
+            None, None, None, length, length, 0.0, True, scale=spec.scale,
+        )  # fmt: skip
+    return tuple(g.transpose(1, 2).reshape(1, -1, *t.shape[-2:]) for g, t in zip(grads, (q, k, v), strict=True))
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """torch's deterministic kernels inside: atomics would make two backward passes differ."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+# ----------------------------------------------------------------------------------------- records
+
+
+def _spec(node: fx.Node) -> ops.AttentionSpec:
+    spec = node.args[-1]
+    assert isinstance(spec, ops.AttentionSpec)
+    return spec
+
+
+def _serves(node: fx.Node) -> bool:
+    p, spec = precision(node), _spec(node)
+    windowed = bool(spec.window) and _name().startswith("fa3-fwd")  # that build leaves windows out
+    numerics = p.compute == "float32" and p.rule("probabilities") == "bfloat16"
+    return numerics and spec.head_dim in WIDTHS and not windowed and not spec.softcap
+
+
+def _name() -> str:
+    try:
+        return library()[1]
+    except LoweringError:
+        return "fa3-fwd absent"
+
+
+register(
+    Kernel(
+        "attention", "flash_attention", attention, f"{_name()}: one split, queries >= {QUERY_BOUND}, unpaged",
+        _serves, context=True, library=_name(),
+    ),
+    Kernel(
+        "attention_backward", "flash_attention", flash_backward, f"torch {torch.__version__} flash backward",
+        _serves, row_invariant=False, context=True,
+    ),
+)  # fmt: skip

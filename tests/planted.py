@@ -3,185 +3,41 @@
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
-from tests.families import CAUSAL_LMS, meta_lm, plain_module
 from torch import fx
 
 from precgraph import ops
-from precgraph.errors import LoweringError
-from precgraph.formats import Format
-from precgraph.graph import PrecisionGraph, annotate, op_name, precision, tensor, with_rules
-from precgraph.lowering.lower import lower
-from precgraph.passes.pipeline import build
+from precgraph.graph import PrecisionGraph
 from precgraph.recipe import LinearRule, Recipe, SelectRule
-from precgraph.trace import trace
+from tests.surgery import (
+    JET,
+    find,
+    insert,
+    keep_norm_as_it_is,
+    pair,
+    remove,
+    set_argument,
+    set_dtype,
+    set_format,
+    set_numerics,
+    set_rule,
+    set_spec,
+    swap,
+    swap_parameters,
+)
 
 Cause = tuple[str, str, str]  # module, operator, attribute
-Mutation = Callable[[PrecisionGraph], None]
-JET = Recipe.jet_rl()
+Mutation = Callable[[PrecisionGraph], object]
 LINEARS = (
     *(f"self_attn.{p}_proj" for p in "qkvo"), "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
 # Where the values that linears read are made, and so quantised.
 SOURCES = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-
-
-# ---------------------------------------------------------------------------------------- building
-
-
-@cache
-def raw(family: str, **changes: Any) -> PrecisionGraph:
-    """The traced graph of a family or plain module; ``changes`` are of the family's config."""
-    if family in CAUSAL_LMS:
-        return trace(meta_lm(family, **changes)).graph
-    return trace(*plain_module(family)).graph
-
-
-def program(family: str, mode: str, recipe: Recipe = JET, **changes: Any) -> PrecisionGraph:
-    """One program, not lowered."""
-    return build(raw(family, **changes), mode, recipe, check=True)
-
-
-def lowered(*graphs: PrecisionGraph) -> bool:
-    """Choose reference kernels for all of them, or for none if a recipe has none for one of them."""
-    try:
-        copies = [lower(g.copy(), "reference", torch.device("meta")) for g in graphs]
-    except LoweringError:
-        return False
-    for graph, copy in zip(graphs, copies, strict=True):
-        graph.graph, graph.passes = copy.graph, copy.passes
-    return True
-
-
-def pair(family: str, recipe: Recipe = JET, **changes: Any) -> tuple[PrecisionGraph, PrecisionGraph]:
-    """The training program of ``jet_rl`` and the rollout program of ``recipe``."""
-    train, infer = program(family, "train"), program(family, "infer", recipe, **changes)
-    lowered(train, infer)
-    return train, infer
-
-
-# ----------------------------------------------------------------------------------------- surgery
-
-
-def find(graph: PrecisionGraph, op: str, module: str, nth: int = 0) -> fx.Node:
-    """The ``nth`` node of this operator in this module."""
-    return [n for n in graph if op_name(n) == op and precision(n).module == module][nth]
-
-
-def set_argument(graph: PrecisionGraph, op: str, module: str, index: int, value: object) -> None:
-    node = find(graph, op, module)
-    node.args = (*node.args[:index], value, *node.args[index + 1 :])  # type: ignore[assignment]
-
-
-def set_spec(graph: PrecisionGraph, module: str, **changes: Any) -> None:
-    """Change fields of an attention."""
-    node = find(graph, "attention", module)
-    assert isinstance(node.args[3], ops.AttentionSpec)
-    node.args = (*node.args[:3], replace(node.args[3], **changes))  # type: ignore[assignment]
-
-
-def set_rule(graph: PrecisionGraph, op: str, module: str, **rules: str) -> None:
-    node = find(graph, op, module)
-    node.meta["precision"] = with_rules(precision(node), **rules)
-
-
-def set_format(graph: PrecisionGraph, module: str, fmt: Format) -> None:
-    """Give one quantiser another format."""
-    set_argument(graph, "quantize", module, 1, fmt)
-    annotate(find(graph, "quantize", module), format=fmt)
-
-
-def set_dtype(graph: PrecisionGraph, op: str, module: str, dtype: str, nth: int = 0) -> None:
-    """Compute a value in another dtype and keep it so."""
-    node = find(graph, op, module, nth)
-    node.meta["tensor"] = replace(tensor(node), dtype=dtype)
-    annotate(node, format=Format.plain(dtype), compute=dtype)
-
-
-def set_numerics(graph: PrecisionGraph, op: str, module: str) -> None:
-    """Another kernel serves one node."""
-    annotate(find(graph, op, module), numerics="somebody.else/1")
-
-
-def remove(graph: PrecisionGraph, op: str, module: str) -> None:
-    """Take out a node that passes its first operand on."""
-    node = find(graph, op, module)
-    node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
-    graph.graph.erase_node(node)
-
-
-def insert(graph: PrecisionGraph, op: str, module: str, make: Callable[[fx.Graph, fx.Node], fx.Node]) -> fx.Node:
-    """Put a node that ``make`` makes from it behind a node, for all its users."""
-    node = find(graph, op, module)
-    users = list(node.users)
-    with graph.graph.inserting_after(node):
-        new = make(graph.graph, node)
-    new.meta = dict(node.meta)
-    for user in users:
-        user.replace_input_with(node, new)
-    return new
-
-
-def swap(graph: PrecisionGraph, op: str, module: str, nth: int = 0) -> None:
-    """Exchange the first two operands."""
-    node = find(graph, op, module, nth)
-    node.args = (node.args[1], node.args[0], *node.args[2:])
-
-
-def swap_parameters(graph: PrecisionGraph, first: str, second: str) -> None:
-    """Read each of two parameters where the other belongs."""
-    names = {first: second, second: first}
-    for node in graph:
-        if node.op == "get_attr" and node.target in names:
-            node.target = names[str(node.target)]
-
-
-def keep_norm_as_it_is(graph: PrecisionGraph, module: str) -> None:
-    """Write an RMSNorm out in aten operators with the cast *after* the weight, as a pattern would leave it."""
-    norm = find(graph, "rms_norm", module)
-    x, weight, eps = norm.args
-    assert isinstance(x, fx.Node)
-    aten, g = torch.ops.aten, graph.graph
-    with g.inserting_before(norm):
-        wide = g.call_function(aten.to.dtype, (x, torch.float32))
-        mean = g.call_function(aten.mean.dim, (g.call_function(aten.pow.Tensor_Scalar, (wide, 2)), [-1], True))
-        scale = g.call_function(aten.rsqrt.default, (g.call_function(aten.add.Tensor, (mean, eps)),))
-        scaled = g.call_function(aten.mul.Tensor, (g.call_function(aten.mul.Tensor, (wide, scale)), weight))
-        out = g.call_function(aten.to.dtype, (scaled, torch.bfloat16))
-    for node in graph:
-        if "precision" not in node.meta:
-            node.meta = dict(norm.meta)
-    norm.replace_all_uses_with(out)
-    g.erase_node(norm)
-
-
-def rename(graph: PrecisionGraph, names: Iterable[tuple[str, str]]) -> PrecisionGraph:
-    """The same program under other module and parameter paths: regular expressions and what replaces them."""
-
-    def new(path: str) -> str:
-        for pattern, replacement in names:
-            path = re.sub(pattern, replacement, path)
-        return path
-
-    names = tuple(names)
-    graph = graph.copy()
-    for node in graph:
-        if node.op == "get_attr":
-            node.target = new(str(node.target))
-        annotate(node, module=new(precision(node).module))
-    graph.parameters = {
-        new(path): replace(p, aliases=tuple(map(new, p.aliases))) for path, p in graph.parameters.items()
-    }
-    return graph
-
-
-# ---------------------------------------------------------------------------------------- the table
 
 
 @dataclass(frozen=True)
@@ -231,7 +87,6 @@ assert _W is not None
 _L1 = "model.layers.1"
 _SKIPPED = ("rule.gemm", "x", "weight")
 _PLAIN = LinearRule(None, None, None, None, None)
-_act = partial(torch.ops.aten.relu.default)
 
 
 def _doubled(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -269,99 +124,254 @@ def _both(*mutations: Mutation) -> Mutation:
 
 PLANTED = [
     # quantisers
-    _planted("weight granularity", _layers(LINEARS, "quantize", "granularity"), recipe=_linear(weight=replace(_W, granularity="64x128"))),
-    _planted("activation granularity of one node", [(f"{_L1}.mlp", "quantize", "granularity")],
-             mutate=lambda g: set_format(g, f"{_L1}.mlp", replace(_X, granularity="1x64"))),
-    _planted("scale dtype", _layers((*LINEARS, *SOURCES), "quantize", "scale_dtype"),
-             recipe=_linear(activation=replace(_X, scale_dtype="ue8m0"), weight=replace(_W, scale_dtype="ue8m0"))),
-    _planted("scale rule", _layers(LINEARS, "quantize", "scale_rule"), recipe=_linear(weight=replace(_W, scale_rule="amax*(1/max)"))),
-    _planted("true division", _layers(SOURCES, "quantize", "divide"), recipe=_linear(activation=replace(_X, divide="reciprocal"))),
-    _planted("amax floor", _layers(SOURCES, "quantize", "amax_floor"), recipe=_linear(activation=replace(_X, amax_floor=1e-4))),
-    _planted("quantiser source dtype", _layers(SOURCES, "quantize", "source"), recipe=_linear(activation=replace(_X, source="float32"))),
-    _planted("fp8 dtype", _layers(SOURCES, "quantize", "dtype"), recipe=_linear(activation=replace(_X, dtype="float8_e5m2"))),
-    _planted("missing activation quantiser", [(f"{_L1}.input_layernorm", "quantize", "missing operator")],
-             mutate=lambda g: remove(g, "quantize", f"{_L1}.input_layernorm")),
-    _planted("missing weight quantiser", [(f"{_L1}.mlp.up_proj", "quantize", "missing operator")],
-             mutate=lambda g: remove(g, "quantize", f"{_L1}.mlp.up_proj")),
-    _planted("one of three linears reads the value itself", [(f"{_L1}.self_attn.q_proj", "linear", "x")], mutate=_one_linear_reads_plain),
-    _planted("doubled quantiser", [(f"{_L1}.mlp", "quantize", "extra operator")],
-             mutate=lambda g: insert(g, "quantize", f"{_L1}.mlp", _doubled) and None),
+    _planted(
+        "weight granularity",
+        _layers(LINEARS, "quantize", "granularity"),
+        recipe=_linear(weight=replace(_W, granularity="64x128")),
+    ),
+    _planted(
+        "activation granularity of one node",
+        [(f"{_L1}.mlp", "quantize", "granularity")],
+        mutate=lambda g: set_format(g, f"{_L1}.mlp", replace(_X, granularity="1x64")),
+    ),
+    _planted(
+        "scale dtype",
+        _layers((*LINEARS, *SOURCES), "quantize", "scale_dtype"),
+        recipe=_linear(activation=replace(_X, scale_dtype="ue8m0"), weight=replace(_W, scale_dtype="ue8m0")),
+    ),
+    _planted(
+        "scale rule",
+        _layers(LINEARS, "quantize", "scale_rule"),
+        recipe=_linear(weight=replace(_W, scale_rule="amax*(1/max)")),
+    ),
+    _planted(
+        "true division",
+        _layers(SOURCES, "quantize", "divide"),
+        recipe=_linear(activation=replace(_X, divide="reciprocal")),
+    ),
+    _planted(
+        "amax floor",
+        _layers(SOURCES, "quantize", "amax_floor"),
+        recipe=_linear(activation=replace(_X, amax_floor=1e-4)),
+    ),
+    _planted(
+        "quantiser source dtype",
+        _layers(SOURCES, "quantize", "source"),
+        recipe=_linear(activation=replace(_X, source="float32")),
+    ),
+    _planted(
+        "fp8 dtype", _layers(SOURCES, "quantize", "dtype"), recipe=_linear(activation=replace(_X, dtype="float8_e5m2"))
+    ),
+    _planted(
+        "missing activation quantiser",
+        [(f"{_L1}.input_layernorm", "quantize", "missing operator")],
+        mutate=lambda g: remove(g, "quantize", f"{_L1}.input_layernorm"),
+    ),
+    _planted(
+        "missing weight quantiser",
+        [(f"{_L1}.mlp.up_proj", "quantize", "missing operator")],
+        mutate=lambda g: remove(g, "quantize", f"{_L1}.mlp.up_proj"),
+    ),
+    _planted(
+        "one of three linears reads the value itself",
+        [(f"{_L1}.self_attn.q_proj", "linear", "x")],
+        mutate=_one_linear_reads_plain,
+    ),
+    _planted(
+        "doubled quantiser",
+        [(f"{_L1}.mlp", "quantize", "extra operator")],
+        mutate=lambda g: insert(g, "quantize", f"{_L1}.mlp", _doubled),
+    ),
     # which layers
-    _planted("layer skipped by a pattern", _layers(["mlp.down_proj"], "linear", *_SKIPPED, layers=[1]),
-             recipe=replace(JET, select=SelectRule(skip=(f"{_L1}.mlp.down_proj",)))),
-    _planted("one of three siblings skipped", _layers(["self_attn.k_proj"], "linear", *_SKIPPED, layers=[0]),
-             recipe=replace(JET, select=SelectRule(skip=("model.layers.0.self_attn.k_proj",)))),
-    _planted("quantised router", [("route_proj", "linear", a) for a in _SKIPPED], family="moe",
-             recipe=replace(JET, select=SelectRule(routers=False))),
+    _planted(
+        "layer skipped by a pattern",
+        _layers(["mlp.down_proj"], "linear", *_SKIPPED, layers=[1]),
+        recipe=replace(JET, select=SelectRule(skip=(f"{_L1}.mlp.down_proj",))),
+    ),
+    _planted(
+        "one of three siblings skipped",
+        _layers(["self_attn.k_proj"], "linear", *_SKIPPED, layers=[0]),
+        recipe=replace(JET, select=SelectRule(skip=("model.layers.0.self_attn.k_proj",))),
+    ),
+    _planted(
+        "quantised router",
+        [("route_proj", "linear", a) for a in _SKIPPED],
+        family="moe",
+        recipe=replace(JET, select=SelectRule(routers=False)),
+    ),
     _planted("eval fork", _layers(LINEARS, "linear", *_SKIPPED), recipe=replace(JET, linear=_PLAIN)),
-    _planted("eval fork of a plain module", [(m, "linear", a) for m in ("up", "down") for a in _SKIPPED], family="mlp",
-             recipe=replace(JET, linear=_PLAIN)),
+    _planted(
+        "eval fork of a plain module",
+        [(m, "linear", a) for m in ("up", "down") for a in _SKIPPED],
+        family="mlp",
+        recipe=replace(JET, linear=_PLAIN),
+    ),
     # dtypes and rules
     _planted("linear accumulation", _layers(LINEARS, "linear", "accumulate"), recipe=_linear(accumulate="bfloat16")),
     _planted("logits dtype", [("lm_head", "lm_head", "dtype")], recipe=_with("lm_head", logits="bfloat16")),
     _planted("lm_head operands", [("lm_head", "lm_head", "compute")], recipe=_with("lm_head", operands="float32")),
     _planted("RoPE table dtype", [("model.rotary_emb", "rope_table", "dtype")], recipe=_with("rope", table="float32")),
-    _planted("RoPE compute dtype", _layers(["self_attn"], "rope", "compute"), 4, recipe=_with("rope", compute="float32")),
-    _planted("softmax dtype", _layers(["self_attn"], "attention", "compute"), recipe=_with("attention", softmax="bfloat16")),
-    _planted("probabilities dtype", _layers(["self_attn"], "attention", "rule.probabilities"),
-             recipe=_with("attention", probabilities="float32")),
-    _planted("activation compute dtype", _layers(["mlp"], "gated", "compute"), recipe=_with("activation", compute="bfloat16")),
-    _planted("norm reduction", [*_layers(["input_layernorm", "post_attention_layernorm"], "rms_norm", "rule.reduction"),
-                                ("model.norm", "rms_norm", "rule.reduction")], recipe=_with("norm", reduction="aten")),
-    _planted("norm cast position", [(f"{_L1}.input_layernorm", "rms_norm", "rule.cast")],
-             mutate=lambda g: set_rule(g, "rms_norm", f"{_L1}.input_layernorm", cast="after_weight")),
-    _planted("norm left as aten operators", [(f"{_L1}.input_layernorm", "aten.to.dtype", "operator")],
-             mutate=lambda g: keep_norm_as_it_is(g, f"{_L1}.input_layernorm")),
-    _planted("norm compute dtype", [("model.norm", "rms_norm", "compute"), ("model.norm", "rms_norm", "dtype")],
-             mutate=lambda g: set_dtype(g, "rms_norm", "model.norm", "float16")),
-    _planted("residual dtype", [("model.layers.0", "add", "compute"), ("model.layers.0", "add", "dtype")],
-             mutate=lambda g: set_dtype(g, "add", "model.layers.0", "float32")),
-    _planted("residual dtype of a later add alone", [("model.layers.0", "add", "compute"), ("model.layers.0", "add", "dtype")],
-             mutate=lambda g: set_dtype(g, "add", "model.layers.0", "float32", nth=1)),
+    _planted(
+        "RoPE compute dtype", _layers(["self_attn"], "rope", "compute"), 4, recipe=_with("rope", compute="float32")
+    ),
+    _planted(
+        "softmax dtype", _layers(["self_attn"], "attention", "compute"), recipe=_with("attention", softmax="bfloat16")
+    ),
+    _planted(
+        "probabilities dtype",
+        _layers(["self_attn"], "attention", "rule.probabilities"),
+        recipe=_with("attention", probabilities="float32"),
+    ),
+    _planted(
+        "activation compute dtype", _layers(["mlp"], "gated", "compute"), recipe=_with("activation", compute="bfloat16")
+    ),
+    _planted(
+        "norm reduction",
+        [
+            *_layers(["input_layernorm", "post_attention_layernorm"], "rms_norm", "rule.reduction"),
+            ("model.norm", "rms_norm", "rule.reduction"),
+        ],
+        recipe=_with("norm", reduction="aten"),
+    ),
+    _planted(
+        "norm cast position",
+        [(f"{_L1}.input_layernorm", "rms_norm", "rule.cast")],
+        mutate=lambda g: set_rule(g, "rms_norm", f"{_L1}.input_layernorm", cast="after_weight"),
+    ),
+    _planted(
+        "norm left as aten operators",
+        [(f"{_L1}.input_layernorm", "aten.to.dtype", "operator")],
+        mutate=lambda g: keep_norm_as_it_is(g, f"{_L1}.input_layernorm"),
+    ),
+    _planted(
+        "norm compute dtype",
+        [("model.norm", "rms_norm", "compute"), ("model.norm", "rms_norm", "dtype")],
+        mutate=lambda g: set_dtype(g, "rms_norm", "model.norm", "float16"),
+    ),
+    _planted(
+        "residual dtype",
+        [("model.layers.0", "add", "compute"), ("model.layers.0", "add", "dtype")],
+        mutate=lambda g: set_dtype(g, "add", "model.layers.0", "float32"),
+    ),
+    _planted(
+        "residual dtype of a later add alone",
+        [("model.layers.0", "add", "compute"), ("model.layers.0", "add", "dtype")],
+        mutate=lambda g: set_dtype(g, "add", "model.layers.0", "float32", nth=1),
+    ),
     # constants
-    _planted("norm eps", [("model.norm", "rms_norm", "eps")], mutate=lambda g: set_argument(g, "rms_norm", "model.norm", 2, 1e-5)),
-    _planted("norm eps in the config", [*_layers(["input_layernorm", "post_attention_layernorm"], "rms_norm", "eps"),
-                                        ("model.norm", "rms_norm", "eps")], config=(("rms_norm_eps", 1e-5),)),
-    _planted("attention scale", [(f"{_L1}.self_attn", "attention", "spec.scale")],
-             mutate=lambda g: set_spec(g, f"{_L1}.self_attn", scale=0.125)),
-    _planted("window", [(f"{_L1}.self_attn", "attention", "spec.window")], family="mistral",
-             mutate=lambda g: set_spec(g, f"{_L1}.self_attn", window=0)),
-    _planted("cache of another layer", [(f"{_L1}.self_attn", "attention", "spec.layer")],
-             mutate=lambda g: set_spec(g, f"{_L1}.self_attn", layer=0)),
-    _planted("activation function", [(f"{_L1}.mlp", "gated", "activation")],
-             mutate=lambda g: set_argument(g, "gated", f"{_L1}.mlp", 2, "gelu")),
+    _planted(
+        "norm eps",
+        [("model.norm", "rms_norm", "eps")],
+        mutate=lambda g: set_argument(g, "rms_norm", "model.norm", 2, 1e-5),
+    ),
+    _planted(
+        "norm eps in the config",
+        [
+            *_layers(["input_layernorm", "post_attention_layernorm"], "rms_norm", "eps"),
+            ("model.norm", "rms_norm", "eps"),
+        ],
+        config=(("rms_norm_eps", 1e-5),),
+    ),
+    _planted(
+        "attention scale",
+        [(f"{_L1}.self_attn", "attention", "spec.scale")],
+        mutate=lambda g: set_spec(g, f"{_L1}.self_attn", scale=0.125),
+    ),
+    _planted(
+        "window",
+        [(f"{_L1}.self_attn", "attention", "spec.window")],
+        family="mistral",
+        mutate=lambda g: set_spec(g, f"{_L1}.self_attn", window=0),
+    ),
+    _planted(
+        "cache of another layer",
+        [(f"{_L1}.self_attn", "attention", "spec.layer")],
+        mutate=lambda g: set_spec(g, f"{_L1}.self_attn", layer=0),
+    ),
+    _planted(
+        "activation function",
+        [(f"{_L1}.mlp", "gated", "activation")],
+        mutate=lambda g: set_argument(g, "gated", f"{_L1}.mlp", 2, "gelu"),
+    ),
     # operators and edges
-    _planted("extra operator", [(f"{_L1}.post_attention_layernorm", "aten.mul.Tensor", "extra operator")],
-             mutate=lambda g: insert(g, "rms_norm", f"{_L1}.post_attention_layernorm", _scaled) and None),
-    _planted("missing operator", [(f"{_L1}.self_attn.k_norm", "rms_norm", "missing operator")], family="qwen3",
-             mutate=lambda g: remove(g, "rms_norm", f"{_L1}.self_attn.k_norm")),
+    _planted(
+        "extra operator",
+        [(f"{_L1}.post_attention_layernorm", "aten.mul.Tensor", "extra operator")],
+        mutate=lambda g: insert(g, "rms_norm", f"{_L1}.post_attention_layernorm", _scaled),
+    ),
+    _planted(
+        "missing operator",
+        [(f"{_L1}.self_attn.k_norm", "rms_norm", "missing operator")],
+        family="qwen3",
+        mutate=lambda g: remove(g, "rms_norm", f"{_L1}.self_attn.k_norm"),
+    ),
     _planted("another operator", [("act", "aten.relu.default", "operator")], family="mlp", mutate=_relu),
-    _planted("swapped gate and up", [(f"{_L1}.mlp", "gated", "gate"), (f"{_L1}.mlp", "gated", "up")],
-             mutate=lambda g: swap(g, "gated", f"{_L1}.mlp")),
-    _planted("swapped query and key", [(f"{_L1}.self_attn", "attention", "q"), (f"{_L1}.self_attn", "attention", "k")],
-             mutate=lambda g: swap(g, "attention", f"{_L1}.self_attn")),
-    _planted("indices of a top-k for its values", [("", "getitem", "arg1")], family="moe", mutate=_other_output_of_topk),
+    _planted(
+        "swapped gate and up",
+        [(f"{_L1}.mlp", "gated", "gate"), (f"{_L1}.mlp", "gated", "up")],
+        mutate=lambda g: swap(g, "gated", f"{_L1}.mlp"),
+    ),
+    _planted(
+        "swapped query and key",
+        [(f"{_L1}.self_attn", "attention", "q"), (f"{_L1}.self_attn", "attention", "k")],
+        mutate=lambda g: swap(g, "attention", f"{_L1}.self_attn"),
+    ),
+    _planted(
+        "indices of a top-k for its values", [("", "getitem", "arg1")], family="moe", mutate=_other_output_of_topk
+    ),
     # parameters
-    _planted("bias dropped", [(f"{_L1}.self_attn.k_proj", "linear", "bias")], family="qwen2",
-             mutate=lambda g: set_argument(g, "linear", f"{_L1}.self_attn.k_proj", 2, None)),
+    _planted(
+        "bias dropped",
+        [(f"{_L1}.self_attn.k_proj", "linear", "bias")],
+        family="qwen2",
+        mutate=lambda g: set_argument(g, "linear", f"{_L1}.self_attn.k_proj", 2, None),
+    ),
     _planted("untied embedding", [("lm_head", "lm_head", "weight")], config=(("tie_word_embeddings", False),)),
-    _planted("tied embedding", [("lm_head", "lm_head", "weight")], family="qwen3", config=(("tie_word_embeddings", True),)),
-    _planted("key and value weights exchanged", _layers(["self_attn.k_proj", "self_attn.v_proj"], "quantize", "x", layers=[1]),
-             mutate=lambda g: swap_parameters(g, f"{_L1}.self_attn.k_proj.weight", f"{_L1}.self_attn.v_proj.weight")),
-    _planted("parameter shape", [("lm_head", "parameter", "shape"), ("model.embed_tokens", "parameter", "shape")], family="qwen2",
-             config=(("vocab_size", 1024),)),
+    _planted(
+        "tied embedding", [("lm_head", "lm_head", "weight")], family="qwen3", config=(("tie_word_embeddings", True),)
+    ),
+    _planted(
+        "key and value weights exchanged",
+        _layers(["self_attn.k_proj", "self_attn.v_proj"], "quantize", "x", layers=[1]),
+        mutate=lambda g: swap_parameters(g, f"{_L1}.self_attn.k_proj.weight", f"{_L1}.self_attn.v_proj.weight"),
+    ),
+    _planted(
+        "parameter shape",
+        [("lm_head", "parameter", "shape"), ("model.embed_tokens", "parameter", "shape")],
+        family="qwen2",
+        config=(("vocab_size", 1024),),
+    ),
     # kernels
-    _planted("kernel changed after lowering", [(f"{_L1}.mlp.gate_proj", "linear", "numerics")],
-             mutate=lambda g: set_numerics(g, "linear", f"{_L1}.mlp.gate_proj")),
+    _planted(
+        "kernel changed after lowering",
+        [(f"{_L1}.mlp.gate_proj", "linear", "numerics")],
+        mutate=lambda g: set_numerics(g, "linear", f"{_L1}.mlp.gate_proj"),
+    ),
     # several at once
-    _planted("one rule in two layers", _layers(["mlp"], "gated", "activation"),
-             mutate=_both(*(partial(set_argument, op="gated", module=f"model.layers.{n}.mlp", index=2, value="gelu") for n in (0, 1)))),
-    _planted("two rules at one node, a third upstream",
-             [("model.norm", "rms_norm", "eps"), ("model.norm", "rms_norm", "rule.cast"), (f"{_L1}.mlp", "gated", "activation")],
-             mutate=_both(lambda g: set_argument(g, "rms_norm", "model.norm", 2, 1e-5),
-                          lambda g: set_rule(g, "rms_norm", "model.norm", cast="after_weight"),
-                          lambda g: set_argument(g, "gated", f"{_L1}.mlp", 2, "gelu"))),
-    _planted("missing quantiser in a graph with another rule",
-             [(f"{_L1}.mlp", "quantize", "missing operator"), *_layers(["self_attn"], "attention", "compute")],
-             recipe=_with("attention", softmax="bfloat16"), mutate=lambda g: remove(g, "quantize", f"{_L1}.mlp")),
-]  # fmt: skip
+    _planted(
+        "one rule in two layers",
+        _layers(["mlp"], "gated", "activation"),
+        mutate=_both(
+            *(partial(set_argument, op="gated", module=f"model.layers.{n}.mlp", index=2, value="gelu") for n in (0, 1))
+        ),
+    ),
+    _planted(
+        "two rules at one node, a third upstream",
+        [
+            ("model.norm", "rms_norm", "eps"),
+            ("model.norm", "rms_norm", "rule.cast"),
+            (f"{_L1}.mlp", "gated", "activation"),
+        ],
+        mutate=_both(
+            lambda g: set_argument(g, "rms_norm", "model.norm", 2, 1e-5),
+            lambda g: set_rule(g, "rms_norm", "model.norm", cast="after_weight"),
+            lambda g: set_argument(g, "gated", f"{_L1}.mlp", 2, "gelu"),
+        ),
+    ),
+    _planted(
+        "missing quantiser in a graph with another rule",
+        [(f"{_L1}.mlp", "quantize", "missing operator"), *_layers(["self_attn"], "attention", "compute")],
+        recipe=_with("attention", softmax="bfloat16"),
+        mutate=lambda g: remove(g, "quantize", f"{_L1}.mlp"),
+    ),
+]

@@ -17,8 +17,10 @@ from networkx.algorithms.isomorphism import DiGraphMatcher
 
 from precgraph.verify.program import Program, same_tensor
 
-# Subgraph matching takes exponential time in the worst case: a piece larger than this is left unaligned.
+# Subgraph matching takes exponential time in the worst case. A piece that is larger, or that takes more steps, is left
+# unaligned, and so reported.
 _LARGEST_PIECE = 48
+_STEPS = 20_000
 
 
 @dataclass
@@ -228,8 +230,12 @@ class Aligner:
         def same(a: dict[str, object], b: dict[str, object]) -> bool:
             return a == b
 
-        matcher = DiGraphMatcher(ours, theirs, node_match=same, edge_match=same)
-        if matcher.subgraph_is_isomorphic():
+        matcher = _BoundedMatcher(ours, theirs, node_match=same, edge_match=same)
+        try:
+            found = matcher.subgraph_is_isomorphic()
+        except _TooManyStepsError:
+            return
+        if found:
             for t, i in matcher.mapping.items():
                 self._pair_by_structure(t, i)
 
@@ -257,6 +263,22 @@ class Aligner:
                     read = {self.alignment.to_train.get(x) for x in self.infer.operands[q].values()}
                     if read and read == set(self.train.operands[p].values()):
                         self.alignment.pair(p, q)
+
+
+class _TooManyStepsError(Exception):
+    pass
+
+
+class _BoundedMatcher(DiGraphMatcher):  # type: ignore[misc]
+    """networkx's matcher, which gives up after ``_STEPS`` candidate pairs."""
+
+    steps = 0
+
+    def syntactic_feasibility(self, t: str, i: str) -> bool:
+        self.steps += 1
+        if self.steps > _STEPS:
+            raise _TooManyStepsError
+        return bool(super().syntactic_feasibility(t, i))
 
 
 def _group(

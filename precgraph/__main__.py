@@ -1,0 +1,5 @@
+"""``python -m precgraph``: the command line without its script."""
+
+from precgraph.cli import main
+
+main()

@@ -1,0 +1,59 @@
+"""The ``precgraph`` command. Nothing here imports torch before a command runs, so that help is instant.
+
+Exit codes: 0 consistent or done, 1 inconsistent or a test failed, 2 could not.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+import precgraph
+from precgraph.cli import check, digest, doctor, recipe, show
+from precgraph.cli.console import settings
+
+
+class _Group(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """``--debug`` is accepted after the command too."""
+        if "--debug" in args:
+            args = ["--debug", *(a for a in args if a != "--debug")]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="precgraph",
+    help="One model, one recipe, two programs: FP8 training and rollout with bitwise equal log-probabilities.",
+    epilog="Exit codes: 0 consistent or done, 1 inconsistent or a test failed, 2 could not.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"precgraph {precgraph.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' own messages.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    settings.debug = debug
+
+
+for command in (check.check, show.show, digest.digest, doctor.doctor, recipe.recipe):
+    app.command()(command)
+
+
+def main() -> None:
+    """Entry point of the ``precgraph`` script."""
+    app(prog_name="precgraph")

@@ -1,0 +1,148 @@
+"""``precgraph check``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from precgraph.cli.console import choose, console, guarded, progress, write_json
+from precgraph.cli.model import MODEL, SPEC_HELP, load_recipe, trace_model
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from precgraph.graph import PrecisionGraph
+    from precgraph.verify import Report
+    from precgraph.verify.report import Row
+
+SCHEMA = 1
+LEVELS = ("graph",)
+
+
+@guarded
+def check(
+    model: Annotated[str, MODEL],
+    train: Annotated[str, typer.Option(metavar="SPEC", help=f"Training side. {SPEC_HELP}")] = "jet_rl",
+    infer: Annotated[str, typer.Option(metavar="SPEC", help="Rollout side, in the same way.")] = "jet_rl",
+    backend: Annotated[str, typer.Option(help="Backend to lower both sides for.")] = "auto",
+    level: Annotated[str, typer.Option(help="graph: compare the programs; no weights are read.")] = "graph",
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for -.")
+    ] = None,
+) -> None:
+    """Prove that the rollout's program is inside the training forward, or list every root cause why it is not.
+
+    Exit code 0: consistent; 1: inconsistent; 2: could not check.
+    """
+    choose("--level", level, LEVELS)
+    with progress() as step:
+        step("reading the recipes")
+        recipes = load_recipe(train), load_recipe(infer)
+        traced = trace_model(model, step)
+        from precgraph.checking import check as compare
+        from precgraph.checking import lowered
+
+        step("building the training program")
+        train_graph = lowered(traced, "train", recipes[0], backend)
+        step("building the rollout program")
+        infer_graph = lowered(traced, "infer", recipes[1], backend)
+        step("comparing")
+        report = compare(train_graph, infer_graph)
+        summary = {
+            "schema": SCHEMA,
+            "model": model,
+            "family": traced.graph.family,
+            "level": level,
+            "backend": backend,
+            "recipes": {"train": recipes[0].to_dict(), "infer": recipes[1].to_dict()},
+            "digests": {"train": train_graph.digest(), "infer": infer_graph.digest()},
+            "compared": _compared(report, infer_graph),
+            **_outcome(report),
+        }
+    if json_to is not None:
+        write_json(summary, json_to)
+    if json_to != "-":
+        _print(summary, report, train, infer)
+    raise typer.Exit(report.exit_code)
+
+
+def _outcome(report: Report) -> dict[str, Any]:
+    data = report.to_json()
+    return {key: data[key] for key in ("ok", "violations", "notes")}
+
+
+def _compared(report: Report, infer: PrecisionGraph) -> dict[str, Any]:
+    """What the verdict rests on: nodes, linears, and how many nodes each kernel runs, by numerics id."""
+    forward = [r for r in infer.records() if r.precision.phase == "forward" and r.precision.numerics]
+    linears = [r for r in forward if r.op == "linear"]
+    return {
+        "nodes": report.compared,
+        "linears": len(linears),
+        "quantized_linears": sum(r.precision.rule("gemm") == "quantized" for r in linears),
+        "kernels": dict(sorted(Counter(str(r.precision.numerics) for r in forward).items())),
+    }
+
+
+# ------------------------------------------------------------------------------------ for people
+
+
+def _print(summary: dict[str, Any], report: Report, train: str, infer: str) -> None:
+    out = console()
+    compared = summary["compared"]
+    out.print(f"[bold]{summary['family']}[/]  training: {train}, rollout: {infer}, level {summary['level']}")
+    out.print(
+        f"{compared['nodes']} nodes compared, {compared['quantized_linears']} of {compared['linears']} linear layers "
+        f"quantised, backend {summary['backend']}"
+    )
+    out.print(_kernel_table(compared["kernels"]))
+    rows = report.rows()
+    if any(r.violation for r in rows):
+        out.print(_findings("Root causes", [r for r in rows if r.violation], "red"))
+    if any(not r.violation for r in rows):
+        out.print(
+            _findings(
+                "Notes: nothing that the rollout's numbers depend on", [r for r in rows if not r.violation], "yellow"
+            )
+        )
+    out.print(_verdict(report))
+
+
+def _verdict(report: Report) -> str:
+    if report.ok:
+        return "[bold green]consistent:[/] the rollout's program is inside the training forward"
+    causes, inherited = len(report.violations), sum(f.inherited for f in report.violations)
+    return (
+        f"[bold red]inconsistent:[/] {causes} root {'cause' if causes == 1 else 'causes'}; "
+        f"{inherited} more nodes only inherit a difference"
+    )
+
+
+def _kernel_table(kernels: dict[str, int]) -> Table:
+    from rich.table import Table
+
+    table = Table("kernel (numerics id)", "nodes", title="What runs the rollout", title_justify="left")
+    table.columns[1].justify = "right"
+    for name, count in kernels.items():
+        table.add_row(name, str(count))
+    return table
+
+
+def _findings(title: str, rows: list[Row], colour: str) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_lines=True)
+    longest = max(len(row.module) for row in rows)
+    widths = {"code": (5, 16), "where": (min(longest, 50), None), "what to do": (12, 30)}
+    for heading in ("code", "where", "what differs", "training", "rollout", "what to do"):
+        least, most = widths.get(heading, (None, None))
+        table.add_column(heading, overflow="fold", min_width=least, max_width=most)
+    for row in rows:
+        where = f"{row.module or '(model)'}\n{row.op}" + (f", {row.count} nodes" if row.count > 1 else "")
+        where += f"\n+ {row.inherited} nodes inherit it" if row.inherited else ""
+        columns = ["\n".join(values) for values in (row.attributes, row.train, row.infer)]
+        cells = [where, columns[0] or row.message, columns[1], columns[2], row.remedy]
+        table.add_row(f"[{colour}]{row.code}[/]", *map(escape, cells))
+    return table

@@ -1,0 +1,140 @@
+"""What the commands share: errors as one line, progress on stderr, tables and JSON on stdout."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec
+
+import typer
+
+from precgraph.errors import InputError, PrecGraphError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+P = ParamSpec("P")
+PIPED_WIDTH = 140  # columns of a table that goes to a file or a pipe
+
+
+@dataclass
+class Settings:
+    """Options that come before the command."""
+
+    debug: bool = False
+
+
+settings = Settings()
+
+
+def guarded(command: Callable[P, None]) -> Callable[P, None]:
+    """Errors become one red line on stderr and exit code 2; with ``--debug`` the traceback comes first.
+
+    Libraries' warnings and log messages are kept off the screen (never their errors) unless ``--debug`` is given.
+    """
+
+    @wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            with _quiet():
+                command(*args, **kwargs)
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except PrecGraphError as error:
+            _fail(str(error))
+        except OSError as error:
+            _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        except Exception as error:
+            # 1 would say "inconsistent", and a bug says nothing about that.
+            _fail(f"internal error, {type(error).__name__}: {error}; please report it with the output of --debug")
+
+    return run
+
+
+def _fail(message: str) -> None:
+    from rich.markup import escape
+
+    if settings.debug:
+        traceback.print_exc()
+    line = " ".join(message.split())
+    console(stderr=True).print(f"[bold red]error:[/] {escape(line)}", soft_wrap=True, highlight=False)
+    raise typer.Exit(2)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    if settings.debug:
+        yield
+        return
+    names = ("torch", "transformers", "huggingface_hub")
+    before = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
+
+
+# ------------------------------------------------------------------------------------------ output
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr; tables that are not on a terminal get room."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else PIPED_WIDTH)
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """A spinner and a clock on stderr, if that is a terminal; call the result with what is being done now."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
+    out = console(stderr=True)
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda text: bar.update(task, description=text)
+
+
+def write_json(data: Any, target: str = "-") -> None:
+    """Write JSON to a file, or to stdout for ``-``."""
+    text = json.dumps(data, indent=2, allow_nan=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        write_file(Path(target), text)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text file; InputError where that is impossible."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"cannot be written: {error.strerror}", path=str(path), remedy="name a file in a folder that exists"
+        ) from None
+
+
+def choose(option: str, value: str, allowed: tuple[str, ...]) -> str:
+    """``value`` if it is allowed; InputError with the nearest one if not."""
+    if value not in allowed:
+        import difflib
+
+        close = difflib.get_close_matches(value, allowed, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ""
+        raise InputError(f"{option} {value!r} is not one of {', '.join(allowed)}{hint}")
+    return value

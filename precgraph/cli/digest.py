@@ -1,0 +1,37 @@
+"""``precgraph digest``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from precgraph.cli.console import choose, guarded, progress, write_json
+from precgraph.cli.model import MODEL, SPEC_HELP, load_recipe, trace_model
+
+
+@guarded
+def digest(
+    model: Annotated[str, MODEL],
+    recipe: Annotated[str, typer.Option("--recipe", metavar="SPEC", help=SPEC_HELP)] = "jet_rl",
+    mode: Annotated[str, typer.Option(help="train or infer; the two are equal for one policy.")] = "train",
+    backend: Annotated[str, typer.Option(help="Backend to lower for.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print the digest of the forward program: what trainer and engine compare before the first token.
+
+    It covers operators, formats, numeric rules, parameter paths and the numerics ids of the chosen kernels.
+    """
+    choose("--mode", mode, ("train", "infer"))
+    with progress() as step:
+        step("reading the recipe")
+        rules = load_recipe(recipe)
+        traced = trace_model(model, step)
+        from precgraph.checking import lowered
+
+        step(f"building the {mode} program")
+        value = lowered(traced, mode, rules, backend).digest()
+    if as_json:
+        write_json({"schema": 1, "model": model, "mode": mode, "recipe": rules.to_dict(), "digest": value})
+    else:
+        typer.echo(value)

@@ -1,0 +1,40 @@
+"""From MODEL and SPEC to a traced model and a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from precgraph.recipe import Recipe
+    from precgraph.trace import Trace
+
+MODEL = typer.Argument(
+    metavar="MODEL",
+    help="A checkpoint's directory, a config.json, a .gguf file, or a hub id where there is a network.",
+    show_default=False,
+)
+SPEC_HELP = "A preset (jet_rl, bf16) or a recipe file (.toml; `precgraph recipe jet_rl` writes one to start from)."
+
+
+def trace_model(model: str, step: Callable[[str], None]) -> Trace:
+    """The model's raw graph, traced on the meta device: no weights are read."""
+    step("starting torch")
+    from precgraph.loading import load_config_model
+    from precgraph.trace import trace
+
+    step(f"reading the config of {model}")
+    built = load_config_model(model)
+    step(f"tracing {type(built).__name__} of {getattr(built.config, 'num_hidden_layers', '?')} layers")
+    return trace(built)
+
+
+def load_recipe(spec: str) -> Recipe:
+    """The preset of that name, or the recipe in that file."""
+    from precgraph.recipe import Recipe
+
+    is_file = spec.endswith(".toml") or "/" in spec or Path(spec).is_file()
+    return Recipe.load(spec) if is_file else Recipe.preset(spec)

@@ -1,0 +1,172 @@
+"""What this machine can run: versions, backends with what each lacks, and global switches that change bits."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from precgraph import __version__
+from precgraph.errors import LoweringError
+from precgraph.lowering import registry
+
+VLLM = ((0, 26), (0, 33))  # the releases whose interfaces precgraph.vllm is written for, both included
+# Packages by the names of their distributions; the first that is installed counts.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "transformers": ("transformers",),
+    "networkx": ("networkx",),
+    "gguf": ("gguf",),
+    "accelerate": ("accelerate",),
+    "triton": ("triton",),
+    "deep_gemm": ("sgl-deep-gemm", "deep-gemm", "deep_gemm"),
+    "vllm": ("vllm",),
+}
+_EXTRAS = {"triton": "triton", "deep_gemm": "deep-gemm", "vllm": "vllm"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """One line about the machine."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """Whether something is as it should be; if not, why and what to do."""
+
+    name: str
+    ok: bool
+    detail: str
+    remedy: str = ""
+
+
+def facts() -> list[Fact]:
+    """Versions and devices. Asks the CUDA driver, if there is one."""
+    found = [Fact("precgraph", __version__), Fact("python", platform.python_version())]
+    found += [Fact(name, version(name) or "not installed") for name in PACKAGES]
+    found.append(Fact("CUDA of torch", torch.version.cuda or "none: a CPU build"))
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            name, (major, minor) = torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index)
+            found.append(Fact(f"card {index}", f"{name}, compute capability {major}.{minor}"))
+    else:
+        found.append(Fact("card", "none"))
+    found.append(Fact("CUDA_HOME", os.environ.get("CUDA_HOME") or "not set"))
+    found.append(Fact("nvcc", _nvcc() or "not found"))
+    found.append(Fact("CPU", f"{platform.machine()}, {os.cpu_count()} threads"))
+    return found
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package of :data:`PACKAGES`, without importing it."""
+    for name in PACKAGES[package]:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _nvcc() -> str | None:
+    """Path and version of the CUDA compiler that a JIT would find."""
+    home = os.environ.get("CUDA_HOME")
+    path = Path(home, "bin", "nvcc") if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    if not path.exists():
+        return None
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
+    except OSError as error:
+        return f"{path}, which does not run: {error.strerror}"
+    release = re.search(r"release ([\d.]+)", text)
+    return f"{path}, release {release[1] if release else 'unknown'}"
+
+
+# ---------------------------------------------------------------------------------------- backends
+
+
+def backends() -> list[Status]:
+    """Every backend, those that serve a part of another's nodes too, and vLLM: can it run here, and what to do if not."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen = registry.AUTO.get(device.type, "reference")
+    parts = dict.fromkeys(name for chain in registry.BACKENDS.values() for name in chain)
+    return [*(_backend(name, device, chosen) for name in parts), _vllm()]
+
+
+def _backend(name: str, device: torch.device, chosen: str) -> Status:
+    problem: LoweringError | None
+    try:
+        problem = registry.unavailable(name, device)
+    except LoweringError as error:
+        problem = error
+    except ImportError as error:
+        problem = LoweringError(f"does not load: {error}", remedy="install what it needs")
+    if problem is None:
+        return Status(name, True, "can run" + (", and is what auto picks" if name == chosen else ""))
+    remedy = problem.remedy or ""
+    if name in _EXTRAS and version(name) is None:
+        remedy = f"pip install 'precgraph[{_EXTRAS[name]}]'" + (f"; {remedy}" if remedy else "")
+    return Status(name, False, problem.message, remedy)
+
+
+def _vllm() -> Status:
+    found = version("vllm")
+    low, high = (".".join(map(str, v)) for v in VLLM)
+    if found is None:
+        return Status(
+            "vllm", False, "not installed", f"pip install 'precgraph[vllm]' ({low} to {high}), on Linux with a GPU"
+        )
+    parts = re.match(r"(\d+)\.(\d+)", found)
+    if parts is None or not VLLM[0] <= (int(parts[1]), int(parts[2])) <= VLLM[1]:
+        return Status(
+            "vllm", False, f"{found} is not one of {low} to {high}", f"pip install 'vllm>={low},<0.{VLLM[1][1] + 1}'"
+        )
+    if not torch.cuda.is_available():
+        return Status("vllm", False, f"{found} finds no GPU", "run it on a machine with a GPU")
+    return Status("vllm", True, f"{found} can run")
+
+
+# ------------------------------------------------------------------------------------------- flags
+
+
+def flags() -> list[Status]:
+    """Global switches of this process that change fp32 results, as they are now."""
+    precision = torch.get_float32_matmul_precision()
+    flushed = float(torch.tensor(1e-40) * 1.0) == 0.0
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    override = os.environ.get("NVIDIA_TF32_OVERRIDE")
+    return [
+        Status(
+            "float32 matmul precision",
+            precision == "highest",
+            precision,
+            "torch.set_float32_matmul_precision('highest')",
+        ),
+        Status(
+            "subnormal numbers",
+            not flushed,
+            "flushed to zero" if flushed else "kept",
+            "torch.set_flush_denormal(False)",
+        ),
+        Status(
+            "NVIDIA_TF32_OVERRIDE",
+            override in (None, "0"),
+            override or "not set",
+            "unset it: it turns fp32 into TF32 behind torch's back",
+        ),
+        Status("autocast", True, "on; programs run with it off" if autocast else "off"),
+        Status(
+            "threads",
+            True,
+            f"{torch.get_num_threads()} (OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')})",
+        ),
+    ]

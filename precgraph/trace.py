@@ -158,13 +158,20 @@ def require_supported(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if config is not None:
         _require_config(config)
-    dtypes = {p.dtype for p in model.parameters()}
-    if dtypes - {torch.bfloat16}:
-        path = next(n for n, p in model.named_parameters() if p.dtype != torch.bfloat16)
-        raise UnsupportedModelError(
-            f"parameter {path!r} is {_dtype_name(model.get_parameter(path).dtype)}; master weights are bfloat16: call "
-            "model.to(torch.bfloat16), or load with dtype=torch.bfloat16"
-        )
+    for path, parameter in model.named_parameters():
+        if parameter.dtype != torch.bfloat16:
+            raise UnsupportedModelError(
+                f"the parameter is {_dtype_name(parameter.dtype)}; master weights are bfloat16",
+                path=path,
+                remedy="load with from_pretrained(..., dtype=torch.bfloat16), or cast a module without RoPE with .to()",
+            )
+    for path, buffer in model.named_buffers():
+        if path.endswith("inv_freq") and buffer.dtype != torch.float32:
+            raise UnsupportedModelError(
+                f"RoPE's frequencies are {_dtype_name(buffer.dtype)}: model.to(dtype) has rounded them",
+                path=path,
+                remedy="load with from_pretrained(..., dtype=torch.bfloat16), which keeps them float32",
+            )
 
 
 def _require_config(config: Any) -> None:
@@ -196,6 +203,7 @@ class _Builder:
         self.graph = fx.Graph()
         self.tensors: dict[str, Tensor] = {}
         self.parameters: dict[str, Parameter] = {}
+        self.names = _Names(model)
         self.segment = "embed" if language_model else "model"
         self.stopped = False  # inside torch.no_grad()
         self.differentiable = _Differentiable()
@@ -259,23 +267,18 @@ class _Builder:
     def _parameter(self, attribute: str) -> str:
         """The canonical path of an exported attribute: the first of the names that share one tensor."""
         path = attribute.removeprefix(_WRAPPER + ".")
-        value = self.program.constants.get(attribute)
-        buffer = True
-        aliases: list[str] = []
-        for kind, named in (("parameter", self.model.named_parameters), ("buffer", self.model.named_buffers)):
-            found = dict(named(remove_duplicate=False))
-            if path in found:
-                value, buffer = found[path], kind == "buffer"
-                names = [n for n, t in found.items() if t is value]
-                path, aliases = names[0], names[1:]
-                break
+        value = self.names.tensors.get(path)
         if value is None:
-            raise TraceError(f"{attribute!r} is neither a parameter nor a buffer of the model")
-        self.tensors[path] = value
-        self.parameters[path] = Parameter(
-            tuple(value.shape), _dtype_name(value.dtype), value.requires_grad, buffer, tuple(aliases)
+            value = self.program.constants[attribute]
+            names = [path]
+        else:
+            names = self.names.of(value)
+        buffer = not isinstance(value, nn.Parameter)
+        self.tensors[names[0]] = value
+        self.parameters[names[0]] = Parameter(
+            tuple(value.shape), _dtype_name(value.dtype), value.requires_grad, buffer, tuple(names[1:])
         )
-        return path
+        return names[0]
 
     def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
         _require_pure(node)
@@ -306,6 +309,21 @@ class _Builder:
         new = self.graph.output(result)
         first = values[0]
         new.meta.update(tensor=first.meta.get("tensor"), precision=first.meta["precision"])
+
+
+class _Names:
+    """All names of a model's parameters and buffers; those that share one tensor, in the model's order."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.tensors: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        self.tensors.update(model.named_buffers(remove_duplicate=False))
+        self._names: dict[int, list[str]] = {}
+        for name, value in self.tensors.items():
+            self._names.setdefault(id(value), []).append(name)
+
+    def of(self, value: Tensor) -> list[str]:
+        """Every name of one tensor."""
+        return self._names[id(value)]
 
 
 class _Differentiable:

@@ -1,1 +1,5 @@
-"""The RL trainer that ships beside precgraph. Not built yet: only its command exists, and says so."""
+"""The RL trainer beside precgraph: GRPO on one machine, with the rollout's numbers in the update.
+
+Read it in this order: :mod:`trainer.config`, :mod:`trainer.loop`, :mod:`trainer.rollout`, :mod:`trainer.update`,
+:mod:`trainer.loss`, :mod:`trainer.optim`.
+"""

@@ -1,16 +1,225 @@
-"""The command `precgraph-train`."""
+"""The command ``precgraph-train``: run, resume, eval, export, plot, compare.
+
+Exit codes: 0 done, 1 an assertion on a metric was broken, 2 could not run, 130 interrupted (with the state saved).
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from precgraph.errors import PrecGraphError
+from trainer.config import Config, load
+from trainer.errors import ConfigError, InterruptedRunError, MetricAssertionError
+
+app = typer.Typer(
+    name="precgraph-train", help="Train a language model by GRPO, with the rollout's numbers in the update.",
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+)  # fmt: skip
+
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set a key of the configuration.")]
+Asserts = Annotated[
+    list[str] | None,
+    typer.Option("--assert", metavar="EXPR", help="Stop with exit code 1 when broken: 'mismatch/max == 0'."),
+]
+Names = Annotated[
+    list[str] | None,
+    typer.Option("--metric-names", help="Log the mismatch under these names too: trl, verl, nemo or prime."),
+]
+
+
+@app.command()
+def run(
+    config: Annotated[Path, typer.Argument(help="A TOML file.")],
+    settings: Settings = None,
+    asserts: Asserts = None,
+    metric_names: Names = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Resolve, load, check both programs, print, stop.")
+    ] = False,
+) -> None:
+    """Start a run."""
+    resolved = load(config, [*(settings or []), *_more(asserts, metric_names)])
+    from trainer.loop import Trainer
+
+    console = Console(stderr=True)
+    with console.status("loading and compiling"):
+        trainer = Trainer(resolved, console=console)
+    _explain(console, trainer)
+    if dry_run:
+        typer.echo(_toml(resolved))
+        return
+    trainer.run()
+    console.print(f"done: {resolved.directory}")
+
+
+@app.command()
+def resume(
+    directory: Annotated[Path, typer.Argument(help="A run directory.")],
+    step: Annotated[int | None, typer.Option(help="Go back to the checkpoint of this step; needs --into.")] = None,
+    into: Annotated[Path | None, typer.Option(help="Fork: go on in this new run directory.")] = None,
+    settings: Settings = None,
+    asserts: Asserts = None,
+    metric_names: Names = None,
+) -> None:
+    """Go on with a run from its last checkpoint, or fork it from an earlier one."""
+    from trainer import checkpoint
+    from trainer.loop import Trainer
+
+    last = checkpoint.load(directory, step).step
+    if step is not None and step != checkpoint.steps(directory)[-1] and into is None:
+        raise ConfigError(
+            f"step {step} is not the last checkpoint, and going on from it would overwrite what follows",
+            path=str(directory), remedy="fork it: --into NEW_DIRECTORY",
+        )  # fmt: skip
+    target = into or directory
+    if into is not None and (into / "metrics.jsonl").exists():
+        raise ConfigError("already holds a run", path=str(into), remedy="name a new directory for the fork")
+    changes = [*(settings or []), *_more(asserts, metric_names), f"run.dir={json.dumps(str(target))}"]
+    resolved = load(directory / "config.toml", changes)
+    console = Console(stderr=True)
+    with console.status("loading and compiling"):
+        trainer = Trainer(resolved, console=console)
+        trainer.restore(directory, last)
+    if into is not None:
+        _fork_records(directory, into, last)
+    _explain(console, trainer)
+    console.print(f"resuming after {trainer.step} steps")
+    trainer.run()
+    console.print(f"done: {target}")
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(help="A run directory, or a TOML file to evaluate its model as it is.")],
+    step: Annotated[int | None, typer.Option(help="Evaluate the checkpoint of this step instead of the last.")] = None,
+    settings: Settings = None,
+) -> None:
+    """Pass rate on held-out items, as JSON on stdout."""
+    from trainer.loop import Trainer
+
+    is_run = target.is_dir()
+    resolved = load(target / "config.toml" if is_run else target, settings or [])
+    console = Console(stderr=True)
+    with console.status("loading and compiling"):
+        trainer = Trainer(resolved, console=console)
+        if is_run:
+            trainer.restore(target, step)
+    with console.status("sampling"):
+        typer.echo(json.dumps({"step": trainer.step, **trainer.evaluate()}))
+
+
+@app.command()
+def export(
+    directory: Annotated[Path, typer.Argument(help="A run directory.")],
+    output: Annotated[Path, typer.Argument(help="Where the Hugging Face model goes.")],
+    step: Annotated[int | None, typer.Option(help="The checkpoint of this step instead of the last.")] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face directory: weights, config and tokenizer."""
+    from trainer.loop import Trainer
+
+    trainer = Trainer(load(directory / "config.toml"))
+    trainer.restore(directory, step)
+    trainer.export(output)
+    typer.echo(f"step {trainer.step}: {output}")
+
+
+@app.command()
+def plot(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Without suffix; .png and .html are written.")] = Path(
+        "curves"
+    ),
+) -> None:
+    """Reward, length, entropy and mismatch of runs on one page, as PNG and self-contained HTML."""
+    from trainer.plot import plot_runs
+
+    for path in plot_runs(runs, output):
+        typer.echo(str(path))
+
+
+@app.command()
+def compare(runs: Annotated[list[Path], typer.Argument(help="Run directories.")]) -> None:
+    """Final values of runs, seeds of one configuration together with their spread."""
+    from trainer.plot import summary_table
+
+    Console(width=160).print(summary_table(runs))
+
+
+# ------------------------------------------------------------------------------------------ helpers
+
+
+def _more(asserts: list[str] | None, names: list[str] | None) -> list[str]:
+    out = []
+    if asserts:
+        out.append(f"metrics.asserts={json.dumps(asserts)}")
+    if names:
+        out.append(f"metrics.names={json.dumps(names)}")
+    return out
+
+
+def _toml(config: Config) -> str:
+    import tomlkit
+
+    return tomlkit.dumps(config.to_dict())
+
+
+def _explain(console: Console, trainer: Any) -> None:
+    """What will run, and whether it is one policy."""
+    pair, config = trainer.pair, trainer.config
+    count = sum(p.numel() for p in trainer.actor.parameters())
+    console.print(
+        f"{type(trainer.actor).__name__}, {count / 1e6:.1f} M parameters on {trainer.device}; {trainer.task.name}"
+    )
+    console.print(f"arm [bold]{config.precision.arm}[/bold]: trains {pair.actor.precgraph.recipe.name}, "
+                  f"rolls out {pair.program.precgraph.recipe.name}")  # fmt: skip
+    console.print(str(pair.report).splitlines()[0])
+    if pair.exact:
+        console.print(f"one program, digest {pair.digest[:16]}: log-probabilities must be equal bit for bit")
+    else:
+        why = "precision.allow_mismatch" if config.precision.allow_mismatch else f"arm {config.precision.arm}"
+        console.print(f"[yellow]two programs, allowed by {why}: expect a mismatch, and watch it[/yellow]")
+    if not trainer.stops:
+        console.print("[yellow]the model has no end token: every response runs to rollout.max_tokens[/yellow]")
+
+
+def _fork_records(source: Path, target: Path, step: int) -> None:
+    from trainer.metrics import read_records
+
+    target.mkdir(parents=True, exist_ok=True)
+    kept = [json.dumps(r) for r in read_records(source) if r["step"] < step]
+    (target / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
+def guarded(command: Callable[[], Any]) -> int:
+    """Run a command; errors that have a name become one line and an exit code."""
+    try:
+        command()
+    except InterruptedRunError as error:
+        print(f"precgraph-train: {error}", file=sys.stderr)
+        return 130
+    except MetricAssertionError as error:
+        print(f"precgraph-train: {error}", file=sys.stderr)
+        return 1
+    except PrecGraphError as error:
+        print(f"precgraph-train: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("precgraph-train: stopped at once; the last checkpoint is whole", file=sys.stderr)
+        return 130
+    return 0
 
 
 def main() -> NoReturn:
-    """Say that the trainer does not exist yet; exit 2, the code for "could not run"."""
-    print(
-        "precgraph-train: the RL trainer is not built yet; until then, call precgraph.compile "
-        "and precgraph.token_logprobs from a training loop of your own.",
-        file=sys.stderr,
-    )
-    raise SystemExit(2)
+    """The console script."""
+    raise SystemExit(guarded(lambda: app(standalone_mode=True)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Checkpoints: everything that a run needs to go on bit for bit, written whole or not at all.
+
+A checkpoint is a directory ``checkpoints/step-NNNNNN`` with safetensors for tensors (weights, optimiser, random states)
+and JSON for the rest. It is written beside its final place, flushed to disk and renamed: a save that is killed, or meets a
+full disk, leaves the last good one as it was. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer.errors import CheckpointError
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})")
+_TENSORS = ("weights", "optimizer", "random")
+_FILES = tuple(f"{name}.safetensors" for name in _TENSORS)
+
+
+@dataclass
+class State:
+    """A run between two steps. ``step`` counts the steps that are done; ``position`` is the data stream's; ``weights_version``
+    the store's; ``trends`` what the alarms remember."""
+
+    step: int
+    position: int
+    weights_version: int
+    optimizer_steps: int
+    digest: str
+    trends: dict[str, list[float]]
+    weights: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    random: dict[str, Tensor]
+
+
+def random_state() -> dict[str, Tensor]:
+    """Torch's random states, CPU and current CUDA device. (Requests' seeds and data order follow from the configuration.)"""
+    out = {"cpu": torch.get_rng_state().clone()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        out["cuda"] = torch.cuda.get_rng_state().clone()
+    return out
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    """Inverse of :func:`random_state`."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def root(directory: Path) -> Path:
+    """Where a run directory keeps its checkpoints."""
+    return directory / "checkpoints"
+
+
+def steps(directory: Path) -> list[int]:
+    """Steps that have a whole checkpoint, ascending."""
+    found = []
+    for path in root(directory).glob("step-*"):
+        match = _NAME.fullmatch(path.name)
+        if match and (path / "state.json").is_file():
+            found.append(int(match[1]))
+    return sorted(found)
+
+
+def path_of(directory: Path, step: int) -> Path:
+    """The checkpoint of a step."""
+    return root(directory) / f"step-{step:06d}"
+
+
+def save(directory: Path, state: State, *, keep: int = 0) -> Path:
+    """Write a checkpoint and then remove all but the last ``keep`` (0: none is removed). CheckpointError if that fails.
+
+    A step's checkpoint is never written twice: there is one state after a step.
+    """
+    final = path_of(directory, state.step)
+    if final.exists():
+        return final
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    try:
+        root(directory).mkdir(parents=True, exist_ok=True)
+        for stale in root(directory).glob(".step-*.tmp"):
+            shutil.rmtree(stale, ignore_errors=True)
+        temporary.mkdir()
+        for name, tensors in zip(_FILES, (state.weights, state.optimizer, state.random), strict=True):
+            save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary / name)
+        sizes = {name: (temporary / name).stat().st_size for name in _FILES}
+        plain = {f.name: getattr(state, f.name) for f in fields(State) if f.name not in _TENSORS}
+        plain |= {"format": FORMAT, "sizes": sizes}
+        (temporary / "state.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
+        for name in (*_FILES, "state.json"):
+            _flush(temporary / name)
+        os.rename(temporary, final)
+        _flush(root(directory))
+    except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own RuntimeError
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"could not save step {state.step}: {error}", path=str(final), remedy=_remedy(directory)
+        ) from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    for old in steps(directory)[: -keep or None] if keep else []:
+        shutil.rmtree(path_of(directory, old), ignore_errors=True)
+    return final
+
+
+def load(directory: Path, step: int | None = None) -> State:
+    """Read the checkpoint of ``step``, or the last one. CheckpointError says what there is."""
+    available = steps(directory)
+    if not available:
+        raise CheckpointError("there is no checkpoint", path=str(directory), remedy="start it with precgraph-train run")
+    step = available[-1] if step is None else step
+    if step not in available:
+        raise CheckpointError(f"no checkpoint of step {step}", path=str(directory), remedy=f"there are {available}")
+    folder = path_of(directory, step)
+    try:
+        plain = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if plain.pop("format") != FORMAT:
+            raise CheckpointError("was written by another version", path=str(folder))
+        for name, size in plain.pop("sizes").items():
+            if (folder / name).stat().st_size != size:
+                raise CheckpointError(
+                    f"{name} is not whole", path=str(folder), remedy=f"resume from one of {available[:-1]}"
+                )
+        tensors = [load_file(folder / name) for name in _FILES]
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"cannot be read: {error}", path=str(folder), remedy=f"there are {available}") from error
+    return State(**plain, weights=tensors[0], optimizer=tensors[1], random=tensors[2])
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remedy(directory: Path) -> str:
+    good = steps(directory)
+    kept = f"step {good[-1]} is untouched" if good else "no checkpoint was written before"
+    return f"{kept}; make room and resume"

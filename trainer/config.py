@@ -1,0 +1,392 @@
+"""The configuration of a run: typed tables, read from TOML, every key overridable as ``a.b=c``.
+
+:func:`load` reads a file, :func:`override` applies ``--set`` options, :meth:`Config.save` writes every key out. A key
+that does not exist is a :class:`ConfigError` that names the nearest one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import tomlkit
+
+from trainer.errors import ConfigError
+
+BLOCK = 128  # the group of tokens that shares a scale in WGrad; micro-batches are cut at its multiples
+ARMS = ("exact", "unified", "mixed", "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class RunTable:
+    """``dir`` is the run directory (empty: ``runs/NAME``). ``save_every`` and ``eval_every`` count steps, 0 is never
+    (a run always saves at its end); ``keep`` is how many checkpoints stay, 0 all."""
+
+    name: str = "run"
+    dir: str = ""
+    seed: int = 0
+    steps: int = 100
+    save_every: int = 25
+    keep: int = 2
+    eval_every: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTable:
+    """``path`` is a directory, a ``.gguf`` or a hub id; ``layers`` keeps only the first layers (0: all)."""
+
+    path: str = ""
+    layers: int = 0
+    device: str = "auto"
+    checkpointing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TaskTable:
+    """``data``: ``reasoning_gym:FAMILY``, ``jsonl:PATH`` or ``python:MODULE:FUNCTION``; ``params`` go to the family or
+    the function. ``reward``: empty for the data's own verifier, or ``MODULE:FUNCTION``. ``answer`` says where a
+    response's answer is: ``whole``, ``last_number``, ``last_line``, ``tag`` (``<answer>``) or ``boxed``. ``prompt``
+    holds ``{question}``; with ``chat`` it goes through the tokenizer's chat template."""
+
+    data: str = "reasoning_gym:chain_sum"
+    params: dict[str, Any] = field(default_factory=dict)
+    size: int = 1000
+    seed: int = 0
+    reward: str = ""
+    answer: str = "last_number"
+    prompt: str = "{question}"
+    system: str = ""
+    chat: bool = True
+    question_key: str = "question"
+    answer_key: str = "answer"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalTable:
+    """Held-out items (``data`` empty: the task's own, drawn with another seed), sampled at ``temperature`` (0: greedy)."""
+
+    data: str = ""
+    items: int = 64
+    samples: int = 1
+    temperature: float = 0.0
+    seed: int = 1_000_003
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTable:
+    """``groups`` prompts of ``samples`` responses each a step. With ``dynamic``, groups whose rewards are all alike are
+    replaced by new prompts, for at most ``max_rounds`` rounds of sampling. ``max_sequences``, ``max_batch_tokens`` and
+    ``cache_blocks`` (0: automatic) go to the engine."""
+
+    engine: str = "embedded"
+    groups: int = 8
+    samples: int = 8
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    dynamic: bool = False
+    max_rounds: int = 4
+    max_sequences: int = 64
+    max_batch_tokens: int = 512
+    cache_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmTable:
+    """GRPO and its variants.
+
+    ``advantages``: ``group_norm`` ((r − mean) / (std + 1e-4), GRPO) or ``centred`` (r − mean, Dr. GRPO).
+    ``aggregation``: ``token`` (mean over all tokens, DAPO), ``sequence`` (mean of sequence means, GRPO) or ``constant``
+    (sum over sequence count × max_tokens, Dr. GRPO). ``clip_low``, ``clip_high``: the ratio stays in 1 − low .. 1 + high.
+    ``epochs`` passes over a rollout, each in ``batches`` optimiser steps. ``kl``: coefficient of the k3 estimate against
+    the model as it was at the start, 0 for none. ``zero_spread``: ``keep`` groups of equal rewards (they still feel the
+    KL term) or ``drop`` them. ``overlong``: truncated responses are kept (``keep``), left out of the loss (``mask``) or
+    lose up to ``overlong_penalty`` of reward over the last ``overlong_buffer`` tokens (``penalty``, DAPO).
+    ``correction`` of the difference between rollout and trainer: ``none``, ``token_truncated`` (min(ratio, cap)) or
+    ``sequence_masked`` (the whole sequence's ratio, 0 above the cap). ``old_logprobs``, when a rollout serves more than
+    one optimiser step: scored anew by the ``trainer``, or taken from the ``rollout``."""
+
+    advantages: str = "group_norm"
+    aggregation: str = "token"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    epochs: int = 1
+    batches: int = 1
+    kl: float = 0.0
+    zero_spread: str = "keep"
+    overlong: str = "keep"
+    overlong_buffer: int = 0
+    overlong_penalty: float = 1.0
+    correction: str = "none"
+    correction_cap: float = 2.0
+    old_logprobs: str = "trainer"
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionTable:
+    """``arm`` decides what trains and what rolls out; ``recipe`` (a preset or a file) is the FP8 recipe of the arms that
+    use one. ``allow_mismatch`` lets a pair run that the check refuses; ``mixed``, ``unified`` and ``bf16`` are such pairs
+    by intent and set it. ``rollout_backend`` is the backend of ``unified``'s rollout."""
+
+    arm: str = "exact"
+    recipe: str = "jet_rl"
+    backend: str = "auto"
+    rollout_backend: str = "auto"
+    allow_mismatch: bool = False
+    checked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTable:
+    """AdamW. ``masters``: ``fp32`` (an fp32 copy is updated; its bf16 rounding is what both sides quantise) or ``bf16``
+    (stochastic rounding, no copy). ``states``: ``fp32`` or ``8bit``. ``clip`` is the gradient's largest norm (0: none),
+    ``warmup`` the steps over which the rate rises to ``lr``."""
+
+    lr: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    warmup: int = 0
+    masters: str = "fp32"
+    states: str = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainTable:
+    """Packing. Sequences fill cells of at most ``cell_tokens`` (0: as the longest sequence needs, at least 1024), padded
+    to a multiple of 128; a micro-batch is as many cells as fit ``micro_batch_tokens``. The cells alone decide the
+    numerics, so the micro-batch size changes nothing but the order of fp32 sums."""
+
+    micro_batch_tokens: int = 4096
+    cell_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsTable:
+    """``asserts`` such as ``mismatch/max == 0`` stop the run when broken; ``names`` adds the mismatch figures under the
+    names of trl, verl, nemo or prime. ``threshold`` is the difference from which a token counts as off.
+    ``masked_alarm`` is the share of sequences that a correction may mask before it is an alarm."""
+
+    asserts: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    threshold: float = 1e-2
+    masked_alarm: float = 0.25
+    tensorboard: bool = True
+    wandb: bool = False
+    samples: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole run. Construct it through :func:`load` or :meth:`from_dict`, which validate."""
+
+    run: RunTable = field(default_factory=RunTable)
+    model: ModelTable = field(default_factory=ModelTable)
+    task: TaskTable = field(default_factory=TaskTable)
+    eval: EvalTable = field(default_factory=EvalTable)
+    rollout: RolloutTable = field(default_factory=RolloutTable)
+    algorithm: AlgorithmTable = field(default_factory=AlgorithmTable)
+    precision: PrecisionTable = field(default_factory=PrecisionTable)
+    optimizer: OptimizerTable = field(default_factory=OptimizerTable)
+    train: TrainTable = field(default_factory=TrainTable)
+    metrics: MetricsTable = field(default_factory=MetricsTable)
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return Path(self.run.dir or Path("runs") / self.run.name)
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps that one rollout serves."""
+        return self.algorithm.epochs * self.algorithm.batches
+
+    @property
+    def allow_mismatch(self) -> bool:
+        """Whether an inconsistent pair may run: by the key, or because the arm is one on purpose."""
+        return self.precision.allow_mismatch or self.precision.arm != "exact"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain data, every key spelled out."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Inverse of :meth:`to_dict`; keys that are absent have their defaults. ConfigError names a wrong key."""
+        tables = {f.name: typing.get_type_hints(cls)[f.name] for f in dataclasses.fields(cls)}
+        values = {}
+        for name, table in data.items():
+            if name not in tables:
+                raise ConfigError(
+                    f"unknown table [{name}]{nearest(name, tables)}", remedy=f"tables: {', '.join(tables)}"
+                )
+            if not isinstance(table, Mapping):
+                raise ConfigError(f"{name} must be a table", remedy=f"write [{name}] and its keys below")
+            values[name] = _table(tables[name], name, table)
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write every key as TOML."""
+        document = tomlkit.document()
+        document.add(tomlkit.comment("precgraph-train: the resolved configuration of a run"))
+        document.update(self.to_dict())
+        Path(path).write_text(tomlkit.dumps(document), encoding="utf-8")
+
+
+def load(path: str | Path, settings: Iterable[str] = ()) -> Config:
+    """Read a TOML file and apply ``a.b=c`` settings in order; errors name the file."""
+    try:
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}", remedy="name a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    return Config.from_dict(override(data, settings))
+
+
+def override(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """``data`` with ``a.b=c`` settings. ``c`` is a TOML value; what is not one is taken as a string."""
+    result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        keys = [k.strip() for k in path.split(".")]
+        if not equals or len(keys) < 2 or not all(keys):
+            raise ConfigError(f"--set {setting!r} is not of the form table.key=value")
+        table = result
+        for key in keys[:-1]:
+            inner = table.get(key, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"--set {setting!r}: {key} is not a table")
+            table[key] = dict(inner)
+            table = table[key]
+        table[keys[-1]] = _toml_value(text.strip())
+    return result
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the nearest of ``words``, or nothing."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _table(kind: Any, name: str, data: Mapping[str, Any]) -> Any:
+    hints = typing.get_type_hints(kind)
+    values = {}
+    for key, value in data.items():
+        if key not in hints:
+            raise ConfigError(
+                f"unknown key {name}.{key}{nearest(key, hints)}", remedy=f"keys of [{name}]: {', '.join(hints)}"
+            )
+        values[key] = _typed(f"{name}.{key}", hints[key], value)
+    return kind(**values)
+
+
+def _typed(path: str, kind: Any, value: Any) -> Any:
+    """``value`` as ``kind``; integers widen to float, nothing else converts."""
+    wanted = typing.get_origin(kind) or kind
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    fits = isinstance(value, wanted) and not (wanted is int and isinstance(value, bool))
+    if fits and isinstance(kind, types.GenericAlias) and wanted is list:
+        fits = all(isinstance(v, str) for v in value)
+    if not fits:
+        what = {"dict": "table", "list": "list of strings", "str": "string", "bool": "true or false"}
+        raise ConfigError(f"{path} must be a {what.get(wanted.__name__, wanted.__name__)}, not {value!r}")
+    return value
+
+
+# -------------------------------------------------------------------------------------- validation
+
+
+def _validate(c: Config) -> None:
+    _choice("precision.arm", c.precision.arm, ARMS)
+    _choice("rollout.engine", c.rollout.engine, ("embedded",))
+    _choice("algorithm.advantages", c.algorithm.advantages, ("group_norm", "centred"))
+    _choice("algorithm.aggregation", c.algorithm.aggregation, ("token", "sequence", "constant"))
+    _choice("algorithm.zero_spread", c.algorithm.zero_spread, ("keep", "drop"))
+    _choice("algorithm.overlong", c.algorithm.overlong, ("keep", "mask", "penalty"))
+    _choice("algorithm.correction", c.algorithm.correction, ("none", "token_truncated", "sequence_masked"))
+    _choice("algorithm.old_logprobs", c.algorithm.old_logprobs, ("trainer", "rollout"))
+    _choice("optimizer.masters", c.optimizer.masters, ("fp32", "bf16"))
+    _choice("optimizer.states", c.optimizer.states, ("fp32", "8bit"))
+    _choice("task.answer", c.task.answer, ("whole", "last_number", "last_line", "tag", "boxed"))
+    for name in c.metrics.names:
+        _choice("metrics.names", name, ("trl", "verl", "nemo", "prime"))
+    for path in (
+        "run.steps", "task.size", "rollout.groups", "rollout.max_tokens", "rollout.max_rounds", "rollout.max_sequences",
+        "rollout.max_batch_tokens", "algorithm.epochs", "algorithm.batches", "eval.items", "eval.samples",
+    ):  # fmt: skip
+        _at_least(c, path, 1)
+    _at_least(c, "rollout.samples", 2, "a group of one has no spread, and so no advantage")
+    for path in (
+        "run.seed", "run.save_every", "run.keep", "run.eval_every", "model.layers", "rollout.top_k", "rollout.cache_blocks",
+        "algorithm.kl", "algorithm.clip_low", "algorithm.clip_high", "algorithm.overlong_buffer", "optimizer.lr",
+        "algorithm.overlong_penalty", "optimizer.weight_decay", "optimizer.clip", "optimizer.warmup", "eval.temperature",
+        "metrics.threshold", "metrics.samples", "train.cell_tokens",
+    ):  # fmt: skip
+        _at_least(c, path, 0)
+    _require(
+        c.rollout.temperature > 0,
+        "rollout.temperature",
+        "must be above 0",
+        "greedy samples do not differ, so nothing can be learned",
+    )
+    _require(0 < c.rollout.top_p <= 1, "rollout.top_p", "must be above 0 and at most 1")
+    _require(c.algorithm.clip_low <= 1, "algorithm.clip_low", "must be at most 1")
+    _require(c.algorithm.correction_cap >= 1, "algorithm.correction_cap", "must be at least 1")
+    _require(0 <= c.optimizer.beta1 < 1 and 0 <= c.optimizer.beta2 < 1, "optimizer.beta1, beta2", "must be in 0 .. 1")
+    _require(c.optimizer.eps > 0, "optimizer.eps", "must be above 0")
+    _require("{question}" in c.task.prompt, "task.prompt", "must hold {question}")
+    for path, value in (("micro_batch_tokens", c.train.micro_batch_tokens), ("cell_tokens", c.train.cell_tokens)):
+        _require(
+            value % BLOCK == 0 and value >= 0, f"train.{path}", f"must be a multiple of {BLOCK}",
+            "WGrad quantises tokens in groups of that size",
+        )  # fmt: skip
+    _require(c.train.micro_batch_tokens >= BLOCK, "train.micro_batch_tokens", f"must be at least {BLOCK}")
+    if c.algorithm.overlong == "penalty":
+        buffer = c.algorithm.overlong_buffer
+        _require(0 < buffer <= c.rollout.max_tokens, "algorithm.overlong_buffer", "must be in 1 .. rollout.max_tokens")
+    groups_each = c.rollout.groups * c.rollout.samples
+    _require(
+        c.algorithm.batches <= groups_each, "algorithm.batches", f"must be at most groups × samples = {groups_each}"
+    )
+
+
+def _value(c: Config, path: str) -> Any:
+    table, key = path.split(".")
+    return getattr(getattr(c, table), key)
+
+
+def _at_least(c: Config, path: str, least: int, why: str = "") -> None:
+    value = _value(c, path)
+    _require(math.isfinite(value) and value >= least, path, f"must be at least {least}, not {value}", why)
+
+
+def _choice(path: str, value: str, allowed: tuple[str, ...]) -> None:
+    _require(value in allowed, path, f"= {value!r} is not one of {', '.join(allowed)}{nearest(value, allowed)}")
+
+
+def _require(holds: bool, path: str, rule: str, why: str = "") -> None:
+    if not holds:
+        raise ConfigError(f"{path} {rule}", remedy=why or None)

@@ -1,0 +1,55 @@
+"""Typed errors of the trainer, all of them :class:`precgraph.errors.PrecGraphError`: one line, with a remedy."""
+
+from __future__ import annotations
+
+from precgraph.errors import InputError, PrecGraphError
+
+
+class TrainerError(PrecGraphError):
+    """Base of every error that the trainer raises on purpose."""
+
+
+class ConfigError(TrainerError, ValueError):
+    """A configuration is malformed: an unknown key, a value of another type or out of range."""
+
+
+class TaskError(TrainerError):
+    """A task's data cannot be used: no items, no such family, a malformed line."""
+
+
+class RewardError(TrainerError):
+    """A reward function raised, or returned something that is no finite number."""
+
+
+class RolloutError(TrainerError):
+    """The rollout engine died or broke its contract."""
+
+
+class AlignmentError(TrainerError):
+    """Token ids or weights version that are scored are not those that were sampled."""
+
+
+class InconsistentError(TrainerError):
+    """Rollout and trainer are not one policy, and the configuration does not allow that."""
+
+
+class UpdateError(TrainerError):
+    """An update cannot be made: NaN or infinity in the gradient."""
+
+
+class CheckpointError(TrainerError):
+    """A checkpoint could not be written or read; the last good one is untouched."""
+
+
+class MetricAssertionError(TrainerError):
+    """A measured value broke an assertion of the configuration."""
+
+
+class InterruptedRunError(TrainerError):
+    """The run was interrupted on request; its state is saved."""
+
+
+__all__ = [
+    "AlignmentError", "CheckpointError", "ConfigError", "InconsistentError", "InputError", "InterruptedRunError",
+    "MetricAssertionError", "PrecGraphError", "RewardError", "RolloutError", "TaskError", "TrainerError", "UpdateError",
+]  # fmt: skip

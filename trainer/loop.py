@@ -1,0 +1,300 @@
+"""The loop: rollout, reward, update, sync, record, save.
+
+State changes only in the update and between steps. Whatever happens before the update (a reward that raises, an engine
+that dies, Ctrl-C) leaves the state of the step's start, which is then saved: the run can be resumed from there. During
+an update and a save, the first Ctrl-C waits.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from trainer import checkpoint, loss
+from trainer.config import Config
+from trainer.errors import ConfigError, InterruptedRunError, TrainerError
+from trainer.metrics import Alarms, Assertion, Record, Recorder
+from trainer.models import device_of, load_policy, load_tokenizer
+from trainer.optim import MasterOptimizer
+from trainer.precision import build_pair
+from trainer.record import measure
+from trainer.rollout import Collected, Collector, EmbeddedRollout, Rollout, sample_groups
+from trainer.tasks import Stream, Task, encode, load_task, stop_ids
+from trainer.update import Result, Updater
+
+
+class Trainer:
+    """A run. ``model`` (a Hugging Face causal language model, bf16), ``tokenizer``, ``task`` and ``rollout`` are what the
+    configuration names unless they are given; a ``rollout`` must serve the weights of ``model``.
+
+    Construction loads, compiles and checks everything (InconsistentError, ConfigError, TaskError) and writes nothing.
+    """
+
+    def __init__(
+        self, config: Config, *, model: Any = None, tokenizer: Any = None, task: Task | None = None,
+        rollout: Rollout | None = None, console: Console | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.console = config, console or Console(stderr=True)
+        self.assertions = [Assertion.parse(text) for text in config.metrics.asserts]
+        self.task = task or load_task(config.task)
+        torch.manual_seed(config.run.seed)
+        self.device = device_of(config.model.device)
+        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model.path)
+        model = model if model is not None else load_policy(config.model)
+        self.pair = build_pair(model.to(self.device), config)
+        self.actor = self.pair.actor
+        if config.model.checkpointing:
+            self.actor.gradient_checkpointing_enable()
+        self.rollout = rollout or EmbeddedRollout(
+            self.pair.program, config.rollout, exact=config.precision.arm == "exact"
+        )
+        self.stops = stop_ids(self.actor.config, getattr(self.actor, "generation_config", None), self.tokenizer)
+        self.optimizer = MasterOptimizer(self.actor.named_parameters(), config.optimizer)
+        self.updater = Updater(self.pair, self.optimizer, config, self.device)
+        self.alarms = Alarms(config.metrics, exact=self.pair.exact)
+        context = getattr(self.actor.config, "max_position_embeddings", None)
+        self.stream = Stream(len(self.task.items), config.run.seed)
+        self.collector = Collector(config, self.rollout, self.task, self.tokenizer, self.stops, self.stream, context)
+        self.step = 0
+        self._interruptible = False
+        self._interrupted = False
+
+    # ----------------------------------------------------------------------------------------- run
+    def run(self) -> None:
+        """Train up to ``run.steps``. Raises what went wrong, after saving; the message says where to resume."""
+        config, directory = self.config, self.config.directory
+        _prepare(directory, config, fresh=self.step == 0)
+        recorder = Recorder(directory, config.metrics, self.step, config.to_dict())
+        try:
+            with self._signals(), self._progress() as show:
+                if self.step == 0 and not checkpoint.steps(directory):
+                    self.save()
+                while self.step < config.run.steps:
+                    record = self._guarded_step(show)
+                    recorder.write(record)
+                    self._after(record, show)
+            self.save()
+        finally:
+            recorder.close()
+            self.optimizer.close()
+
+    def _guarded_step(self, show: Any) -> Record:
+        """One step; whatever stops it before its update leaves the state of its start, saved."""
+        start = (self.stream.position, checkpoint.random_state(), self.optimizer.steps)
+        try:
+            self._interruptible = True
+            if self._interrupted:
+                raise KeyboardInterrupt
+            return self.train_step(show)
+        except BaseException as error:
+            self._interruptible = False
+            self.optimizer.discard()
+            self.stream.position = start[0]
+            if self.optimizer.steps != start[2]:
+                raise  # in the middle of several updates: the last checkpoint is the state to go back to
+            checkpoint.set_random_state(start[1])
+            self.save()
+            if isinstance(error, KeyboardInterrupt):
+                raise InterruptedRunError(f"interrupted; {self._resumable()}") from None
+            if isinstance(error, TrainerError | RuntimeError):
+                self.console.print(f"[yellow]{self._resumable()}[/yellow]")
+            raise
+
+    def _after(self, record: Record, show: Any) -> None:
+        """Alarms, assertions and the periodic checkpoint."""
+        every = self.config.run.save_every
+        for alarm in record["alarms"]:
+            self.console.print(f"[yellow]step {record['step']}: {alarm}[/yellow]")
+        try:
+            for assertion in self.assertions:
+                assertion.check(record)
+        except TrainerError:
+            self.save()
+            raise
+        if every and self.step % every == 0:
+            show("saving")
+            self.save()
+
+    def _resumable(self) -> str:
+        return f"saved after {self.step} steps; go on with: precgraph-train resume {self.config.directory}"
+
+    # ---------------------------------------------------------------------------------------- step
+    def train_step(self, show: Any = lambda *_, **__: None) -> Record:
+        """One whole step: collect, score, update, sync; returns its record. ``step`` advances."""
+        begin = time.perf_counter()
+        version = int(self.actor.precgraph.store.version)
+        self.rollout.wake()
+        collected = self.collector.collect(self.step, version, note=show)
+        rolled = time.perf_counter() - begin
+        self.rollout.sleep()
+        advantages, kept = self._credit(collected)
+        result = Result.empty(self.device)
+        if collected.samples:
+            result = self.updater.prepare(collected.samples, show)
+            self._interruptible = False
+            self.updater.update(collected.samples, advantages, kept, result, show)
+        self._interruptible = False
+        result.seconds |= {"rollout": rolled, "step": time.perf_counter() - begin}
+        record = measure(self, collected, result, version)
+        self.step += 1
+        if self.config.run.eval_every and self.step % self.config.run.eval_every == 0:
+            show("eval")
+            record |= self.evaluate()
+        record["alarms"] = self.alarms.check(record)
+        show(None, record=record)
+        return record
+
+    def _credit(self, collected: Collected) -> tuple[torch.Tensor, list[bool]]:
+        """The advantage of each sample, and whether its tokens count in the loss."""
+        table, count = self.config.algorithm, self.config.rollout.samples
+        rewards = torch.tensor(collected.rewards, dtype=torch.float64).reshape(-1, count)
+        flat = torch.zeros_like(rewards)
+        if table.overlong == "penalty":
+            lengths = torch.tensor([len(s.tokens) for s in collected.samples]).reshape(-1, count)
+            flat = loss.overlong_penalty(
+                lengths, self.config.rollout.max_tokens, table.overlong_buffer, table.overlong_penalty
+            )
+        values = loss.advantages(rewards - flat, table.advantages).flatten().float()
+        alike = loss.degenerate(rewards - flat).repeat_interleave(count).tolist()
+        kept = [
+            not (table.overlong == "mask" and s.truncated) and not (table.zero_spread == "drop" and a)
+            for s, a in zip(collected.samples, alike, strict=True)
+        ]
+        return values.to(self.device), kept
+
+    # ------------------------------------------------------------------------------------ evaluate
+    @torch.no_grad()
+    def evaluate(self) -> Record:
+        """Held-out items: ``eval/pass_rate``, ``eval/reward``, ``eval/length``. Draws nothing from the run's streams."""
+        table = self.config.eval
+        if not hasattr(self, "_held_out"):
+            self._held_out = load_task(self.config.task, data=table.data, seed=table.seed, size=table.items)
+        task, items = self._held_out, range(min(table.items, len(self._held_out.items)))
+        prompts = [(task.items[i], encode(self.tokenizer, task.items[i], self.config.task)) for i in items]
+        params = self.collector.params(table.temperature)
+        self.rollout.wake()
+        groups = sample_groups(self.rollout, prompts, table.samples, params, (table.seed,))
+        self.rollout.sleep()
+        texts = [
+            (item, self.collector.text(c.token_ids)) for (item, _), g in zip(prompts, groups, strict=True) for c in g
+        ]
+        rewards = [task.score(item, text) for item, text in texts]
+        lengths = [len(c.token_ids) for g in groups for c in g]
+        return {
+            "eval/pass_rate": sum(r >= 1 for r in rewards) / len(rewards),
+            "eval/reward": sum(rewards) / len(rewards),
+            "eval/length": sum(lengths) / len(lengths),
+        }
+
+    # --------------------------------------------------------------------------------------- state
+    def save(self) -> Path:
+        """Write the checkpoint of the steps that are done, unless it is there."""
+        interruptible, self._interruptible = self._interruptible, False
+        state = checkpoint.State(
+            step=self.step, position=self.stream.position, weights_version=int(self.actor.precgraph.store.version),
+            optimizer_steps=self.optimizer.steps, digest=self.pair.digest, trends=self.alarms.state(),
+            weights={n: p.detach() for n, p in self.actor.named_parameters()}, optimizer=self.optimizer.state_dict(),
+            random=checkpoint.random_state(),
+        )  # fmt: skip
+        path = checkpoint.save(self.config.directory, state, keep=self.config.run.keep)
+        self._interruptible = interruptible
+        return path
+
+    @torch.no_grad()
+    def restore(self, directory: Path, step: int | None = None) -> None:
+        """Take over the state of a checkpoint. ConfigError if it is of another model."""
+        state = checkpoint.load(directory, step)
+        parameters = dict(self.actor.named_parameters())
+        shapes = {n: tuple(p.shape) for n, p in parameters.items()}
+        if shapes != {n: tuple(t.shape) for n, t in state.weights.items()}:
+            raise ConfigError(
+                "the checkpoint is of another model", path=str(directory), remedy="keep model.path and model.layers"
+            )
+        if state.digest != self.pair.digest:
+            self.console.print(
+                "[yellow]the program is not the one that was saved: other recipe, kernels or versions[/yellow]"
+            )
+        for name, parameter in parameters.items():
+            parameter.copy_(state.weights[name])
+        self.optimizer.load_state_dict(state.optimizer, state.optimizer_steps)
+        self.actor.sync()
+        self.actor.precgraph.store.version = state.weights_version
+        self.step, self.stream.position = state.step, state.position
+        self.alarms.load(state.trends)
+        checkpoint.set_random_state(state.random)
+
+    def export(self, directory: Path) -> None:
+        """Write the weights, config and tokenizer as a Hugging Face model directory."""
+        self.actor.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    # ------------------------------------------------------------------------------------- outside
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first Ctrl-C stops the run where its state is whole; the second stops it at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.getsignal(signal.SIGINT)
+
+        def stop(*_: Any) -> None:
+            if self._interrupted or self._interruptible:
+                self._interrupted = True
+                raise KeyboardInterrupt
+            self._interrupted = True
+            self.console.print("[yellow]stopping once the update is whole; Ctrl-C again stops at once[/yellow]")
+
+        signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    @contextmanager
+    def _progress(self) -> Iterator[Any]:
+        columns = (
+            TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), TextColumn("{task.fields[phase]}"),
+        )  # fmt: skip
+        with Progress(*columns, console=self.console) as bar:
+            task = bar.add_task(self.config.run.name, total=self.config.run.steps, completed=self.step, phase="")
+
+            def show(phase: str | None, record: Record | None = None) -> None:
+                bar.update(task, completed=self.step, phase=phase or "")
+                if record is not None:
+                    bar.console.print(_line(record))
+
+            yield show
+
+
+def _line(record: Record) -> str:
+    """A step in one line of the terminal."""
+    off = record["mismatch/max"]
+    return (
+        f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  pass {record['reward/pass_rate']:.2f}  "
+        f"len {record['response/length']:.0f}  cut {record['response/truncated']:.2f}  ent {record['entropy/mean']:.3f}  "
+        f"max|Δ| {f'{off:.1e}' if off else '0.0'}  {record['time/step']:.1f} s"
+        + (f"  eval {record['eval/pass_rate']:.2f}" if "eval/pass_rate" in record else "")
+    )
+
+
+def _prepare(directory: Path, config: Config, *, fresh: bool) -> None:
+    """Make the run directory; a fresh run refuses one that holds another run."""
+    if fresh and checkpoint.steps(directory)[-1:] not in ([], [0]):
+        raise ConfigError(
+            "already holds a run", path=str(directory), remedy="precgraph-train resume it, or choose another run.name"
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        config.save(directory / "config.toml")
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {error.strerror or error}", path=str(directory)) from None

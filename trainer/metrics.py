@@ -1,0 +1,317 @@
+"""What a step measures, under which names, and what is asserted of it.
+
+Every mean is guarded: with nothing to average it is 0, and the count that says so is a metric too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import operator
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import MetricsTable, nearest
+from trainer.errors import ConfigError, MetricAssertionError, TrainerError
+
+Record = dict[str, Any]
+POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)  # bucket borders, in response tokens; the last is open
+ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)  # bucket borders, in nats; the last is open
+ERROR_LIMIT = 1.05  # of mean exp|Δ|, above which NeMo-RL's documentation calls a run suspect
+
+# The same figures as other trainers log them. verl and NeMo-RL count Δ as trainer − rollout, as we do.
+FOREIGN: dict[str, dict[str, str]] = {
+    "trl": {
+        "sampling/sampling_logp_difference/mean": "mismatch/mean",
+        "sampling/sampling_logp_difference/max": "mismatch/max",
+        "sampling/importance_sampling_ratio/mean": "mismatch/ratio_mean",
+    },
+    "verl": {
+        "rollout_corr/kl": "mismatch/kl",
+        "rollout_corr/k3_kl": "mismatch/k3",
+        "training/rollout_probs_diff_mean": "mismatch/prob_diff_mean",
+        "training/rollout_probs_diff_max": "mismatch/prob_diff_max",
+        "training/rollout_probs_diff_std": "mismatch/prob_diff_std",
+    },
+    "nemo": {"token_mult_prob_error": "mismatch/mult_prob_error", "gen_kl_error": "mismatch/k3"},
+    "prime": {"mismatch_kl/mean": "mismatch/k3"},
+}
+
+
+def bucket_names(borders: Sequence[float]) -> list[str]:
+    """``0-16``, ..., ``16384+``."""
+    text = [f"{b:g}" for b in borders]
+    return [*(f"{a}-{b}" for a, b in itertools.pairwise(text)), f"{text[-1]}+"]
+
+
+def mean(values: Tensor, where: Tensor | None = None) -> float:
+    """Mean over ``where``; 0 if there is nothing."""
+    kept = values if where is None else values[where]
+    return float(kept.double().mean()) if kept.numel() else 0.0
+
+
+def mismatch(
+    rollout: Tensor,
+    trainer: Tensor,
+    entropy: Tensor,
+    place: Tensor,
+    sequence: Tensor,
+    serials: Sequence[str],
+    threshold: float,
+) -> Record:
+    """The difference Δ = trainer − rollout of log-probabilities ``[n]`` over response tokens.
+
+    ``place`` is a token's position in its response, ``sequence`` its index into ``serials``. Tokens without a value on
+    one side (NaN) are counted in ``mismatch/missing`` and in nothing else.
+    """
+    known = ~(rollout.isnan() | trainer.isnan())
+    delta = (trainer.double() - rollout.double())[known]
+    size = delta.abs()
+    off, where = size > 0, place[known]
+    probabilities = (trainer.double().exp() - rollout.double().exp())[known].abs()
+    ratio = delta.clamp(max=math.log(1e30)).exp()
+    worst = int(size.argmax()) if size.numel() else -1
+    out: Record = {
+        "mismatch/mean": mean(size),
+        "mismatch/max": float(size.max()) if size.numel() else 0.0,
+        "mismatch/k3": mean(ratio - 1 - delta),
+        "mismatch/kl": mean(-delta),
+        "mismatch/ratio_mean": mean(ratio) if size.numel() else 1.0,
+        "mismatch/mult_prob_error": mean(size.clamp(max=math.log(1e30)).exp()) if size.numel() else 1.0,
+        "mismatch/prob_diff_mean": mean(probabilities),
+        "mismatch/prob_diff_max": float(probabilities.max()) if size.numel() else 0.0,
+        "mismatch/prob_diff_std": float(probabilities.std()) if size.numel() > 1 else 0.0,
+        "mismatch/above_threshold": mean((size > threshold).double()),
+        "mismatch/tokens": int(known.sum()),
+        "mismatch/tokens_different": int(off.sum()),
+        "mismatch/first_position": int(where[off].min()) if bool(off.any()) else None,
+        "mismatch/worst_sequence": serials[int(sequence[known][worst])] if bool(off.any()) else None,
+        "mismatch/missing": int((~known).sum()),
+    }
+    for name, borders, values in (
+        ("position", POSITIONS, where.double()),
+        ("entropy", ENTROPIES, entropy[known].double()),
+    ):
+        edges = torch.tensor(borders[1:], dtype=torch.float64, device=values.device)
+        index = torch.bucketize(values, edges, right=True)
+        for i, bucket in enumerate(bucket_names(borders)):
+            if bool((index == i).any()):
+                out[f"mismatch/{name}/{bucket}"] = mean(size, index == i)
+    return out
+
+
+def foreign(record: Mapping[str, Any], names: Iterable[str]) -> Record:
+    """The mismatch figures of ``record`` once more, under the names of other trainers."""
+    return {theirs: record[ours] for name in names for theirs, ours in FOREIGN[name].items() if ours in record}
+
+
+# ------------------------------------------------------------------------------------- assertions
+
+KNOWN = (
+    "reward/mean", "reward/std", "reward/pass_rate", "reward/zero_spread", "response/length", "response/length_max",
+    "response/truncated", "entropy/mean", "clip/share", "kl/reference", "loss", "correction/weight_mean",
+    "correction/masked", "mismatch/mean", "mismatch/max", "mismatch/k3", "mismatch/kl", "mismatch/ratio_mean",
+    "mismatch/mult_prob_error", "mismatch/prob_diff_mean", "mismatch/prob_diff_max", "mismatch/prob_diff_std",
+    "mismatch/above_threshold", "mismatch/tokens", "mismatch/tokens_different", "mismatch/first_position",
+    "mismatch/missing", "update/grad_norm", "update/lr", "update/steps", "update/skipped", "update/codes_changed",
+    "weights/version", "sampling/kept_mass", "data/position", "data/dropped_groups", "data/too_long", "data/rounds",
+    "time/rollout", "time/reference", "time/score", "time/update", "time/sync", "time/step", "speed/rollout",
+    "speed/reference", "speed/score", "speed/update", "memory/peak_gb", "eval/pass_rate", "eval/reward", "eval/length",
+    *(f"mismatch/position/{b}" for b in bucket_names(POSITIONS)),
+    *(f"mismatch/entropy/{b}" for b in bucket_names(ENTROPIES)),
+    *(name for table in FOREIGN.values() for name in table),
+)  # fmt: skip
+
+_OPERATORS = {
+    "==": operator.eq, "!=": operator.ne, "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
+}  # fmt: skip
+_ASSERTION = re.compile(r"\s*([\w/.+-]+)\s*(==|!=|<=|>=|<|>)\s*(\S+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Assertion:
+    """``name operator number``, such as ``mismatch/max == 0``. NaN fulfils none."""
+
+    text: str
+    name: str
+    compare: str
+    bound: float
+
+    @classmethod
+    def parse(cls, text: str) -> Assertion:
+        """ConfigError if malformed, or if no metric has that name."""
+        found = _ASSERTION.fullmatch(text)
+        try:
+            bound = float(found[3]) if found else math.nan
+        except ValueError:
+            bound = math.nan
+        if found is None or math.isnan(bound):
+            raise ConfigError(
+                f"assertion {text!r} is not of the form 'metric < number'", remedy="e.g. 'mismatch/max == 0'"
+            )
+        if found[1] not in KNOWN:
+            raise ConfigError(f"assertion {text!r}: no metric is called {found[1]!r}{nearest(found[1], KNOWN)}")
+        return cls(text, found[1], found[2], bound)
+
+    def check(self, record: Mapping[str, Any]) -> None:
+        """MetricAssertionError if the record has the metric and breaks the assertion."""
+        value = record.get(self.name)
+        if value is None:
+            return
+        if math.isnan(value) or not _OPERATORS[self.compare](value, self.bound):
+            raise MetricAssertionError(
+                f"step {record.get('step')}: {self.name} is {value:g}, and {self.text!r} was asserted",
+                remedy="the state is saved; see metrics.jsonl",
+            )
+
+
+# ------------------------------------------------------------------------------------------ alarms
+
+
+@dataclass
+class Trend:
+    """Whether a positive quantity grows steadily: judged on the slope of its logarithm, never on one value.
+
+    An alarm needs ``growth`` over the window along a straight line (R² above ``fit``); noise around a constant has no
+    line. Values of exactly 0 are no trend.
+    """
+
+    window: int = 12
+    growth: float = 2.0
+    fit: float = 0.7
+    values: deque[float] = field(default_factory=deque)
+
+    def add(self, value: float) -> bool:
+        """Take a step's value; True if the window now shows a trend."""
+        self.values.append(value)
+        if len(self.values) > self.window:
+            self.values.popleft()
+        if len(self.values) < self.window or min(self.values) <= 0:
+            return False
+        y = [math.log(v) for v in self.values]
+        n, middle, level = len(y), (len(y) - 1) / 2, sum(y) / len(y)
+        sxx = sum((i - middle) ** 2 for i in range(n))
+        sxy = sum((i - middle) * (v - level) for i, v in enumerate(y))
+        syy = sum((v - level) ** 2 for v in y)
+        slope = sxy / sxx
+        return slope * (n - 1) > math.log(self.growth) and sxy**2 > self.fit * sxx * syy
+
+
+class Alarms:
+    """Warnings of a run. ``exact`` says that any mismatch at all is a defect."""
+
+    TRENDS = ("mismatch/mean", "mismatch/k3")
+
+    def __init__(self, table: MetricsTable, *, exact: bool) -> None:
+        self.table, self.exact = table, exact
+        self.trends = {name: Trend() for name in self.TRENDS}
+
+    def check(self, record: Mapping[str, Any]) -> list[str]:
+        """The alarms of a step, as sentences."""
+        out = []
+        if self.exact and record.get("mismatch/tokens_different"):
+            out.append(
+                f"{record['mismatch/tokens_different']} tokens differ between two programs of one digest, first at position "
+                f"{record['mismatch/first_position']} of a response, worst in sample {record['mismatch/worst_sequence']}"
+            )
+        for name, trend in self.trends.items():
+            if trend.add(float(record.get(name) or 0.0)):
+                out.append(
+                    f"{name} grows steadily: {trend.values[0]:.2e} to {trend.values[-1]:.2e} in {trend.window} steps"
+                )
+        if record.get("mismatch/mult_prob_error", 1.0) > ERROR_LIMIT:
+            out.append(f"mean exp|Δ| is {record['mismatch/mult_prob_error']:.3f}, above {ERROR_LIMIT}")
+        if record.get("correction/masked", 0.0) > self.table.masked_alarm:
+            out.append(f"the correction masks {record['correction/masked']:.1%} of the sequences: it hides a mismatch")
+        return out
+
+    def state(self) -> dict[str, list[float]]:
+        """What the trends remember, for a checkpoint."""
+        return {name: list(t.values) for name, t in self.trends.items()}
+
+    def load(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Inverse of :meth:`state`."""
+        for name, values in state.items():
+            if name in self.trends:
+                self.trends[name].values = deque(values)
+
+
+# ---------------------------------------------------------------------------------------- recorder
+
+
+def read_records(directory: Path) -> list[Record]:
+    """The records of a run, in order; a last line that was cut off by a crash is left out."""
+    path = directory / "metrics.jsonl"
+    if not path.is_file():
+        raise TrainerError("holds no metrics.jsonl", path=str(directory), remedy="name a run directory")
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return records
+
+
+class Recorder:
+    """``metrics.jsonl`` of a run, and TensorBoard and W&B beside it. ``step`` is the first step that is to come: records
+    from there on, of a run that went further than its checkpoint, are dropped."""
+
+    def __init__(self, directory: Path, table: MetricsTable, step: int, config: Mapping[str, Any]) -> None:
+        self.path = directory / "metrics.jsonl"
+        if self.path.exists():
+            kept = [json.dumps(r) for r in read_records(directory) if r["step"] < step]
+            temporary = self.path.with_suffix(".tmp")
+            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            os.replace(temporary, self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._board = _tensorboard(directory, step) if table.tensorboard else None
+        self._wandb = _wandb(directory, config) if table.wandb else None
+
+    def write(self, record: Record) -> None:
+        """Append a step's record; on disk when this returns."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
+        if self._board is not None:
+            for name, value in numbers.items():
+                self._board.add_scalar(name, value, record["step"])
+            self._board.flush()
+        if self._wandb is not None:
+            self._wandb.log(numbers, step=record["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def _tensorboard(directory: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ConfigError(
+            "metrics.tensorboard needs tensorboard", remedy="pip install 'precgraph[trainer]', or set it to false"
+        ) from error
+    return SummaryWriter(str(directory / "tensorboard"), purge_step=step)
+
+
+def _wandb(directory: Path, config: Mapping[str, Any]) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            "metrics.wandb needs wandb", remedy="pip install wandb, or set metrics.wandb = false"
+        ) from error
+    return wandb.init(project="precgraph", name=directory.name, dir=str(directory), config=dict(config), resume="allow")

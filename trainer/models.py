@@ -1,0 +1,58 @@
+"""Models and tokenizers from a path, and the device that they go to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel
+
+from precgraph.loading import find, load_model
+from trainer.config import ModelTable
+from trainer.errors import ConfigError
+
+
+def device_of(name: str) -> torch.device:
+    """``auto`` is the first CUDA device where there is one, else the CPU."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"model.device = {name!r} is no device", remedy="write auto, cpu or cuda") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"model.device = {name!r}, but torch sees no CUDA device", remedy='write "auto" or "cpu"')
+    return device
+
+
+def load_policy(table: ModelTable) -> PreTrainedModel:
+    """The model of ``table.path`` in bf16, cut to its first ``layers`` if that is set."""
+    if not table.path:
+        raise ConfigError("model.path is not set", remedy="name a directory, a .gguf or a hub id")
+    model = load_model(table.path)
+    if table.layers:
+        cut(model, table.layers)
+    return model
+
+
+def cut(model: Any, layers: int) -> None:
+    """Keep the first ``layers`` decoder layers."""
+    have = len(model.model.layers)
+    if layers > have:
+        raise ConfigError(f"model.layers = {layers}, but the model has {have}")
+    model.model.layers = model.model.layers[:layers]
+    model.config.num_hidden_layers = layers
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:layers]
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer that comes with a model."""
+    source = find(path)
+    options = {"gguf_file": source.config.name} if source.gguf else {}
+    try:
+        return AutoTokenizer.from_pretrained(source.weights, trust_remote_code=False, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"has no tokenizer: {str(error).splitlines()[0]}", path=path, remedy="save one beside the model"
+        ) from error

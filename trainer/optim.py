@@ -1,0 +1,241 @@
+"""The optimiser: AdamW on fp32 masters or, by stochastic rounding, on the bf16 weights themselves.
+
+An update of 1e-6 is far below half a bf16 step of a typical weight (2^-9 of its value), so plain bf16 weights would
+never move. Gradients of micro-batches add up in fp32 whatever the weights' dtype.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from trainer.config import OptimizerTable
+from trainer.errors import TrainerError, UpdateError
+
+_STATE = "state"
+_MASTER = "master"
+
+
+class MasterOptimizer:
+    """AdamW for named parameters, with fp32 gradient sums, clipping and warm-up.
+
+    ``masters="fp32"``: the optimiser owns an fp32 copy of every parameter; after each step the parameter is its bf16
+    rounding (to nearest). ``masters="bf16"``: the parameter is the master, rounded stochastically, at no extra memory. ``states="8bit"`` quantises both moments (torchao). Gradients are taken from ``.grad`` as soon as
+    autograd has made them and ``.grad`` is freed.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], table: OptimizerTable) -> None:
+        self.table = table
+        self.parameters = {n: p for n, p in named if p.requires_grad}
+        self.steps = 0
+        fp32 = table.masters == "fp32"
+        self.masters: dict[str, Tensor] = {
+            n: nn.Parameter(p.detach().float()) if fp32 else p for n, p in self.parameters.items()
+        }
+        self._sums: dict[str, Tensor] = {}
+        self._hooks = [p.register_post_accumulate_grad_hook(self._collector(n)) for n, p in self.parameters.items()]
+        # Norm weights and biases are not decayed.
+        wide = [m for m in self.masters.values() if m.dim() > 1]
+        rest = [m for m in self.masters.values() if m.dim() <= 1]
+        groups = [{"params": g, "weight_decay": d} for g, d in ((wide, table.weight_decay), (rest, 0.0)) if g]
+        self.optimizer = _adamw(groups, table)
+        self._rate(0)
+
+    def close(self) -> None:
+        """Stop collecting gradients."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _collector(self, name: str) -> Any:
+        def collect(parameter: Tensor) -> None:
+            grad = parameter.grad
+            assert grad is not None
+            if name in self._sums:
+                self._sums[name].add_(grad)
+            else:
+                self._sums[name] = grad.float()
+            parameter.grad = None
+
+        return collect
+
+    # ---------------------------------------------------------------------------------------- step
+    def discard(self) -> None:
+        """Forget the gradients that have been collected."""
+        self._sums.clear()
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of all collected gradients."""
+        norms = [torch.linalg.vector_norm(g) for g in self._sums.values()]
+        return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+
+    @torch.no_grad()
+    def step(self) -> dict[str, float]:
+        """One update with the collected gradients, which are used up; returns ``grad_norm`` before clipping and ``lr``.
+
+        UpdateError, before anything has changed, if the norm is not finite.
+        """
+        norm = self.gradient_norm()
+        if not norm < float("inf"):
+            self.discard()
+            raise UpdateError(
+                f"the gradient's norm is {norm}",
+                remedy="lower optimizer.lr, or find the node with precision.checked = true",
+            )
+        scale = min(1.0, self.table.clip / (norm + 1e-6)) if self.table.clip else 1.0
+        rate = self._rate(self.steps)
+        for name, master in self.masters.items():
+            grad = self._sums.pop(name, None)
+            if grad is not None:
+                master.grad = grad.mul_(scale).to(master.dtype)
+        with _eager_on_cpu(next(iter(self.masters.values())).device):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.table.masters == "fp32":
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.masters[name])
+        self.steps += 1
+        return {"grad_norm": norm, "lr": rate}
+
+    def _rate(self, step: int) -> float:
+        """The learning rate of a step: rises linearly over the warm-up, ``lr`` from then on."""
+        rate = self.table.lr * min(1.0, (step + 1) / max(1, self.table.warmup))
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        return rate
+
+    # --------------------------------------------------------------------------------------- state
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything as plain tensors by name: masters (if they are not the parameters), moments, step counts."""
+        out: dict[str, Tensor] = {}
+        for name, master in self.masters.items():
+            if self.table.masters == "fp32":
+                out[f"{_MASTER}.{name}"] = master.detach()
+            for key, value in self.optimizer.state.get(master, {}).items():
+                for part, tensor in _flatten(value):
+                    out[f"{_STATE}.{key}{part}.{name}"] = tensor
+        return out
+
+    @torch.no_grad()
+    def load_state_dict(self, tensors: dict[str, Tensor], steps: int) -> None:
+        """Inverse of :meth:`state_dict`, for an optimiser of the same table; TrainerError for one of another."""
+        left = dict(tensors)
+        for name, master in self.masters.items():
+            if self.table.masters == "fp32":
+                master.copy_(_taken(left, f"{_MASTER}.{name}"))
+            if f"{_STATE}.step.{name}" in left:
+                for key, value in self._fresh_state(master).items():
+                    for part, tensor in _flatten(value):
+                        tensor.copy_(_taken(left, f"{_STATE}.{key}{part}.{name}"))
+        if left:
+            raise TrainerError(f"the saved optimiser holds {next(iter(left))!r}, which this one has no place for")
+        self.steps = steps
+        self._rate(steps)
+
+    def _fresh_state(self, master: Tensor) -> dict[str, Any]:
+        """A zero state of the optimiser's own kind for one parameter."""
+        state: dict[str, Any] = self.optimizer.state[master]
+        state.update(_zero_state(master))
+        new = getattr(self.optimizer, "_new_buffer", None)  # torchao's, for 8-bit moments
+        if new:
+            state.update(exp_avg=new(master, True), exp_avg_sq=new(master, False))
+        return state
+
+
+def _adamw(groups: list[dict[str, Any]], table: OptimizerTable) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": table.lr, "betas": (table.beta1, table.beta2), "eps": table.eps}
+    if table.states == "8bit":
+        return _eight_bit(groups, options, rounded=table.masters == "bf16")
+    return torch.optim.AdamW(groups, **options) if table.masters == "fp32" else StochasticAdamW(groups, **options)
+
+
+def _eight_bit(groups: list[dict[str, Any]], options: dict[str, Any], *, rounded: bool) -> torch.optim.Optimizer:
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError as error:
+        raise TrainerError(
+            "optimizer.states = '8bit' needs torchao", remedy="pip install 'precgraph[torchao]'"
+        ) from error
+
+    class WideSmallStates(AdamW8bit):  # type: ignore[misc]
+        """torchao 0.18 keeps the moments of small tensors in the weight's dtype, and in bf16 the second moment stands
+        still: 0.1 % of a difference is less than half a step. Here they are fp32."""
+
+        def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+            made: Tensor = super()._new_buffer(p, signed)
+            return made if hasattr(made, "__tensor_flatten__") else torch.zeros_like(p, dtype=torch.float32)
+
+    result: torch.optim.Optimizer = WideSmallStates(groups, **options, bf16_stochastic_round=rounded)
+    return result
+
+
+class StochasticAdamW(torch.optim.Optimizer):
+    """torch's AdamW on bf16 parameters: computed in fp32, one parameter at a time, and rounded stochastically.
+
+    Moments are fp32. The expected value of every update is the fp32 update, however small it is.
+    """
+
+    def __init__(
+        self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(_zero_state(p))
+                wide = p.float()
+                adamw(
+                    [wide], [p.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], foreach=False,
+                    amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+                )  # fmt: skip
+                p.copy_(stochastic_bf16(wide))
+
+
+def stochastic_bf16(x: Tensor) -> Tensor:
+    """fp32 to one of the two nearest bf16 values, the nearer the likelier, so that the expected value is ``x``.
+
+    Noise is added below the bits that bf16 keeps; a carry rounds away from zero. Draws from torch's global generator.
+    """
+    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device)
+    return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+
+
+def _zero_state(p: Tensor) -> dict[str, Tensor]:
+    zeros = torch.zeros_like(p, dtype=torch.float32)
+    return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
+
+
+def _flatten(value: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The plain tensors inside a state: itself, or the parts of torchao's quantised states."""
+    if hasattr(value, "__tensor_flatten__"):
+        for part in value.__tensor_flatten__()[0]:
+            yield f"/{part}", getattr(value, part)
+    else:
+        yield "", value
+
+
+def _taken(tensors: dict[str, Tensor], name: str) -> Tensor:
+    if name not in tensors:
+        raise TrainerError(
+            f"the saved optimiser lacks {name!r}", remedy="resume with the optimizer table it was saved with"
+        )
+    return tensors.pop(name)
+
+
+def _eager_on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """torchao compiles its update; on a CPU that would need a C++ compiler and minutes."""
+    return torch.compiler.set_stance("force_eager") if device.type == "cpu" else contextlib.nullcontext()

@@ -1,0 +1,83 @@
+"""The record of a step: everything that is measured, by name."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.loss import degenerate
+from trainer.metrics import Record, foreign, mean, mismatch
+from trainer.rollout import Collected
+from trainer.update import Result
+
+if TYPE_CHECKING:
+    from trainer.loop import Trainer
+
+
+def measure(trainer: Trainer, collected: Collected, result: Result, version: int) -> Record:
+    """The record of the step that ``trainer`` has just made."""
+    config, samples, tokens = trainer.config, collected.samples, result.tokens
+    record: Record = {
+        "step": trainer.step,
+        "graph/digest": trainer.pair.digest,
+        "rollout/digest": trainer.rollout.digest,
+    }
+    record |= _responses(trainer, collected)
+    record |= result.measures
+    record["entropy/mean"] = mean(tokens.entropy, ~tokens.entropy.isnan())
+    record |= mismatch(
+        tokens.rollout, tokens.trainer, tokens.entropy, tokens.place, tokens.sequence, [s.serial for s in samples],
+        config.metrics.threshold,
+    )  # fmt: skip
+    record |= foreign(record, config.metrics.names)
+    record |= {
+        "weights/version": version,
+        "weights/of_samples": sorted({s.version for s in samples}),
+        "data/position": trainer.stream.position,
+        "data/dropped_groups": collected.dropped,
+        "data/too_long": collected.too_long,
+        "data/rounds": collected.rounds,
+        "memory/peak_gb": _memory(trainer.device),
+    }
+    generated = sum(len(s.tokens) for s in samples)
+    computed = result.computed | {"rollout": generated}
+    for phase, seconds in result.seconds.items():
+        record[f"time/{phase}"] = seconds
+        if phase in computed and seconds > 0:
+            record[f"speed/{phase}"] = computed[phase] / seconds
+    return record
+
+
+def _responses(trainer: Trainer, collected: Collected) -> Record:
+    samples, rewards = collected.samples, torch.tensor(collected.rewards, dtype=torch.float64)
+    lengths = torch.tensor([len(s.tokens) for s in samples], dtype=torch.float64)
+    groups = rewards.reshape(-1, trainer.config.rollout.samples)
+    kept = torch.tensor([v for s in samples for v in s.kept_mass], dtype=torch.float64)
+    shown: list[dict[str, Any]] = [
+        {"serial": s.serial, "item": s.item, "reward": r, "text": t[:500]}
+        for s, r, t in list(zip(samples, collected.rewards, collected.texts, strict=True))[
+            : trainer.config.metrics.samples
+        ]
+    ]
+    return {
+        "reward/mean": mean(rewards),
+        "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+        "reward/pass_rate": mean((rewards >= 1).double()),
+        "reward/zero_spread": mean(degenerate(groups).double()),
+        "response/length": mean(lengths),
+        "response/length_max": float(lengths.max()) if len(lengths) else 0.0,
+        "response/truncated": mean(torch.tensor([float(s.truncated) for s in samples])),
+        "sampling/kept_mass": mean(kept) if len(kept) else 1.0,
+        "samples": shown,
+    }
+
+
+def _memory(device: torch.device) -> float:
+    """GB that the process held at most: of the device, or of the machine where the device is the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9

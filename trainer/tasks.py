@@ -1,0 +1,295 @@
+"""Tasks: where questions come from, how a prompt is made of one, and what a response is worth.
+
+Three sources: families of reasoning-gym by name, a JSONL file of questions and answers (checked with math-verify), and
+any Python callable. Text exists only on the way in and for the reward; ids are never made from decoded text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.config import TaskTable, nearest
+from trainer.errors import ConfigError, RewardError, TaskError
+
+Scorer = Callable[["Item", str], float]
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_LATEX_BOX = "\\boxed{"
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One question. ``id`` names it in messages; ``entry`` is the source's own record, for its verifier."""
+
+    id: str
+    question: str
+    answer: str
+    entry: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """Items and a scorer. ``score(item, response)`` is called with the response's text."""
+
+    name: str
+    items: Sequence[Item]
+    scorer: Scorer
+
+    def score(self, item: Item, response: str) -> float:
+        """The reward; RewardError, naming the item, if the scorer raises or returns no finite number."""
+        try:
+            value = self.scorer(item, response)
+        except Exception as error:
+            raise RewardError(
+                f"the reward of {self.name} raised {type(error).__name__}: {error}",
+                path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
+            ) from error  # fmt: skip
+        if isinstance(value, bool | int | float) and math.isfinite(value):
+            return float(value)
+        raise RewardError(
+            f"the reward of {self.name} is {value!r}, not a finite number",
+            path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
+        )  # fmt: skip
+
+
+def load_task(table: TaskTable, *, data: str = "", seed: int | None = None, size: int | None = None) -> Task:
+    """The task of a configuration, or, for evaluation, of other ``data``, ``seed`` or ``size``."""
+    name = data or table.data
+    kind, _, rest = name.partition(":")
+    size, seed = size or table.size, table.seed if seed is None else seed
+    if kind == "reasoning_gym" and rest:
+        items, scorer = _reasoning_gym(rest, table, seed, size)
+    elif kind == "jsonl" and rest:
+        items, scorer = _jsonl(Path(rest), table), _math_scorer(table.answer)
+        items = items[:size]
+    elif kind == "python" and ":" in rest:
+        items, scorer = _python(rest, table, seed, size)
+    else:
+        raise ConfigError(
+            f"task.data = {name!r} names no source",
+            remedy="write reasoning_gym:FAMILY, jsonl:PATH or python:MODULE:FUNCTION",
+        )
+    if table.reward:
+        function = resolve(table.reward, "task.reward")
+        scorer = lambda item, response: function(item.question, item.answer, response)  # noqa: E731
+    if not items:
+        raise TaskError(f"{name} has no items", remedy="check the file, or raise task.size")
+    return Task(name, items, scorer)
+
+
+def resolve(path: str, key: str) -> Callable[..., Any]:
+    """The callable ``MODULE:FUNCTION``; the working directory counts as a place for modules."""
+    module, colon, name = path.partition(":")
+    if not colon or not module or not name:
+        raise ConfigError(f"{key} = {path!r} is not of the form module:function")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}: cannot import {module!r}: {error}", remedy="run from the folder that holds it"
+        ) from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise ConfigError(f"{key}: {module} has no function {name!r}{nearest(name, vars(found))}")
+    result: Callable[..., Any] = function
+    return result
+
+
+# ----------------------------------------------------------------------------------------- sources
+
+
+def _reasoning_gym(family: str, table: TaskTable, seed: int, size: int) -> tuple[Sequence[Item], Scorer]:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise TaskError("reasoning-gym is not installed", remedy="pip install 'precgraph[trainer]'") from error
+    if family not in DATASETS:
+        raise ConfigError(f"reasoning-gym has no family {family!r}{nearest(family, DATASETS)}")
+    try:
+        dataset = reasoning_gym.create_dataset(family, seed=seed, size=size, **table.params)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"task.params do not fit {family}: {error}") from error
+
+    def score(item: Item, response: str) -> float:
+        return float(dataset.score_answer(answer=extract(response, table.answer), entry=dict(item.entry)))
+
+    return _Lazy(dataset, family), score
+
+
+class _Lazy(Sequence[Item]):
+    """Items of a procedural family, made when they are asked for."""
+
+    def __init__(self, dataset: Any, family: str) -> None:
+        self._dataset, self._family = dataset, family
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        entry = self._dataset[index]
+        return Item(f"{self._family}/{index}", str(entry["question"]), str(entry["answer"]), entry)
+
+    def __iter__(self) -> Iterator[Item]:
+        return (self[i] for i in range(len(self)))
+
+
+def _jsonl(path: Path, table: TaskTable) -> list[Item]:
+    items = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise TaskError(f"{error.strerror or error}", path=str(path), remedy="check task.data") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TaskError(f"is not valid JSON: {error.msg}", path=place) from None
+        if not isinstance(entry, dict):
+            raise TaskError("holds no table", path=place)
+        for key in (table.question_key, table.answer_key):
+            if key not in entry:
+                raise TaskError(
+                    f"has no {key!r}{nearest(key, entry)}",
+                    path=place,
+                    remedy="set task.question_key and task.answer_key",
+                )
+        items.append(Item(place, str(entry[table.question_key]), _final(str(entry[table.answer_key])), entry))
+    return items
+
+
+def _final(answer: str) -> str:
+    """GSM8K writes the worked answer, then ``#### 42``."""
+    return answer.rsplit("####", 1)[-1].strip()
+
+
+def _python(path: str, table: TaskTable, seed: int, size: int) -> tuple[list[Item], Scorer]:
+    function = resolve(path, "task.data")
+    made = function(size=size, seed=seed, **table.params)
+    rows = made if isinstance(made, Sequence) else list(made)
+    items = []
+    for index, row in enumerate(rows[:size]):
+        if isinstance(row, Mapping) and {"question", "answer"} <= row.keys():
+            items.append(Item(f"{path}/{index}", str(row["question"]), str(row["answer"]), row))
+        elif isinstance(row, tuple) and len(row) == 2:
+            items.append(Item(f"{path}/{index}", str(row[0]), str(row[1])))
+        else:
+            raise TaskError(
+                f"item {index} of {path} is {row!r:.80}",
+                remedy="yield (question, answer) pairs, or tables with both keys",
+            )
+    return items, _exact_scorer(table.answer)
+
+
+# ----------------------------------------------------------------------------------------- scorers
+
+
+def extract(response: str, where: str) -> str:
+    """The answer in a response: ``whole``, ``last_number``, ``last_line``, ``tag`` or ``boxed``; empty if absent."""
+    if where == "whole":
+        return response.strip()
+    if where == "last_line":
+        return next((line.strip() for line in reversed(response.splitlines()) if line.strip()), "")
+    if where == "tag":
+        found = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+        return str(found[-1]).strip() if found else ""
+    if where == "boxed":
+        return _boxed(response)
+    numbers = _NUMBER.findall(response)
+    return numbers[-1].replace(",", "") if numbers else ""
+
+
+def _boxed(text: str) -> str:
+    start = text.rfind(_LATEX_BOX)
+    if start < 0:
+        return ""
+    depth, begin = 1, start + len(_LATEX_BOX)
+    for i in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[begin:i].strip()
+    return ""
+
+
+def _exact_scorer(where: str) -> Scorer:
+    return lambda item, response: float(extract(response, where) == item.answer.strip())
+
+
+def _math_scorer(where: str) -> Scorer:
+    """1 if math-verify finds the answer equal to the reference."""
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise TaskError("math-verify is not installed", remedy="pip install 'precgraph[trainer]'") from error
+
+    def score(item: Item, response: str) -> float:
+        answer = response if where == "whole" else extract(response, where)
+        if not answer:
+            return 0.0
+        # Timeouts would need signals, which only the main thread may set.
+        gold = parse(f"${item.answer}$", parsing_timeout=None)
+        given = parse(answer if where == "whole" else f"${answer}$", parsing_timeout=None)
+        return float(verify(gold, given, timeout_seconds=None))
+
+    return score
+
+
+# ----------------------------------------------------------------------------------------- prompts
+
+
+def encode(tokenizer: Any, item: Item, table: TaskTable) -> list[int]:
+    """Token ids of an item's prompt. A chat template brings its own start token; plain text gets the tokenizer's."""
+    text = table.prompt.replace("{question}", item.question)
+    if not table.chat:
+        return [int(i) for i in tokenizer(text)["input_ids"]]
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError("task.chat = true, but the tokenizer has no chat template", remedy="set task.chat = false")
+    messages = [{"role": "user", "content": text}]
+    if table.system:
+        messages.insert(0, {"role": "system", "content": table.system})
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return [int(i) for i in ids]
+
+
+def stop_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every id that ends a response: of the generation config, the model's config and the tokenizer, 0 included."""
+    found: set[int] = set()
+    for source in (generation_config, model_config, tokenizer):
+        ids = getattr(source, "eos_token_id", None)
+        if ids is not None:
+            found.update(ids if isinstance(ids, list | tuple) else [ids])
+    return tuple(sorted(int(i) for i in found))
+
+
+class Stream:
+    """An endless order over a task's items: shuffled anew each epoch, by the seed alone. ``position`` is its state."""
+
+    def __init__(self, count: int, seed: int, position: int = 0) -> None:
+        self.count, self.seed, self.position = count, seed, position
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def next(self) -> int:
+        """The index of the next item."""
+        epoch, place = divmod(self.position, self.count)
+        if epoch != self._epoch:
+            self._order = list(range(self.count))
+            random.Random(f"{self.seed}/{epoch}").shuffle(self._order)
+            self._epoch = epoch
+        self.position += 1
+        return self._order[place]

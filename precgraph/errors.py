@@ -61,3 +61,11 @@ class NumericsStateError(PrecGraphError):
 
 class CheckError(PrecGraphError):
     """A check could not be carried out; this says nothing about consistency."""
+
+
+class SyncError(PrecGraphError):
+    """An update of a rollout's weights was refused, or broke off; without one, what was served before still is."""
+
+
+class DigestError(PrecGraphError):
+    """A rollout runs another program than the trainer: other semantics, numerics, kernels or versions."""

@@ -43,7 +43,11 @@ class Float64Weight:
         new = quantize(master, self.quantized.format)
         self.quantized.codes.copy_(new.codes)
         self.quantized.scales.copy_(new.scales)
-        self.values.copy_(new.codes)
+        self.refill()
+
+    def refill(self) -> None:
+        """Remake ``values`` after codes were written into :meth:`tensors`."""
+        self.values.copy_(self.quantized.codes)
 
     def tensors(self) -> dict[str, Tensor]:
         return {"codes": self.quantized.codes, "scales": self.quantized.scales}

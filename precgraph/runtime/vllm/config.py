@@ -1,0 +1,96 @@
+"""What an engine's configuration must be for the program to run exactly; set or refused before anything is loaded.
+
+vLLM calls :meth:`EngineConfig.verify_and_update_config` for every model of our architecture, in the process that
+builds the configuration: with ``vllm serve`` and with :class:`precgraph.vllm.LLM` alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from precgraph.errors import RecipeError, UnsupportedModelError
+from precgraph.recipe import Recipe
+from precgraph.runtime.vllm.versions import require_version
+
+KEY = "precgraph"  # in hf_overrides or config.json: the recipe; in additional_config: options of this engine
+WORKERS = {
+    "cpu": "precgraph.runtime.vllm.worker_cpu.ExactCPUWorker",
+    "cuda": "precgraph.runtime.vllm.worker_gpu.ExactGPUWorker",
+}
+GATE = "precgraph.runtime.vllm.params:ExactGate"
+
+
+class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
+    """The hook that vLLM looks up by our architecture's name."""
+
+    @staticmethod
+    def verify_and_update_config(vllm_config: Any) -> None:
+        require_version()
+        recipe_of(vllm_config.model_config.hf_config)
+        _refuse(vllm_config)
+        device = str(vllm_config.device_config.device_type)
+        if device not in WORKERS:
+            raise UnsupportedModelError(f"the plugin runs on CPUs and NVIDIA GPUs, not on {device!r}")
+        parallel, model = vllm_config.parallel_config, vllm_config.model_config
+        if parallel.worker_cls not in ("auto", WORKERS[device]):
+            raise UnsupportedModelError(
+                f"worker_cls {parallel.worker_cls!r} would replace the plugin's worker", remedy="leave worker_cls at auto"
+            )
+        parallel.worker_cls = WORKERS[device]
+        model.logits_processors = [GATE]
+        model.logprobs_mode = "processed_logprobs"
+        # The V2 runner computes log-probabilities by a kernel of its own. The engine's processes inherit this.
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+
+
+def recipe_of(hf_config: Any) -> Recipe:
+    """The recipe that a model's config carries under ``precgraph``: a preset's name, or the rules as a table."""
+    carried = getattr(hf_config, KEY, None)
+    if carried is None:
+        raise RecipeError(
+            f"the model's config carries no recipe under {KEY!r}",
+            remedy='pass --hf-overrides \'{"architectures": ["PrecGraphForCausalLM"], "precgraph": "jet_rl"}\'',
+        )
+    if isinstance(carried, str):
+        return Recipe.preset(carried)
+    if not isinstance(carried, Mapping):
+        raise RecipeError(f"{KEY!r} in the model's config must be a preset's name or a table of rules, not {carried!r}")
+    return Recipe.from_dict(carried)
+
+
+def options_of(vllm_config: Any) -> dict[str, Any]:
+    """The engine's own options: ``additional_config={"precgraph": {...}}``."""
+    options = (vllm_config.additional_config or {}).get(KEY, {})
+    return dict(options)
+
+
+def _refuse(vllm_config: Any) -> None:
+    parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
+    for name, what in (
+        ("tensor_parallel_size", "splits every sum in another place than the trainer does"),
+        ("pipeline_parallel_size", "is not supported"),
+    ):
+        size = getattr(parallel, name)
+        if size > 1:
+            raise UnsupportedModelError(
+                f"{name} = {size} {what}",
+                remedy=f"use data parallelism: data_parallel_size={size}, or one engine per device",
+            )
+    refused = {
+        f"model dtype {model.dtype}": str(model.dtype) != "torch.bfloat16",
+        f"kv_cache_dtype {cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "bfloat16"),
+        f"quantization {model.quantization!r}": bool(model.quantization),
+        "speculative decoding": vllm_config.speculative_config is not None,
+        "LoRA": vllm_config.lora_config is not None,
+        "custom logits processors": any(p != GATE for p in model.logits_processors or ()),
+    }
+    for what, given in refused.items():
+        if given:
+            raise UnsupportedModelError(
+                f"{what} does not go with an exact rollout",
+                remedy="leave it out: dtype is bfloat16, and the recipe says what is quantised",
+            )

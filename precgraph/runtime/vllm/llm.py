@@ -1,0 +1,314 @@
+"""vLLM as a rollout engine: :class:`LLM` generates with the trainer's program and serves the trainer's weights."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError, UnsupportedModelError
+from precgraph.loading import load_config_model
+from precgraph.recipe import Recipe
+from precgraph.runtime.sampling import MAX_SEED, SamplingParams
+from precgraph.runtime.vllm import ARCHITECTURE, register
+from precgraph.runtime.vllm.preserve import preserved_state
+from precgraph.runtime.vllm.sync import Manifest, compiled_of, policy, read_file, save_weights
+from precgraph.runtime.vllm.versions import require_version
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request's result.
+
+    ``token_ids``: the sampled tokens, the stop token included. ``logprobs``: their log-probabilities after temperature
+    (at temperature 1 if greedy), over the full vocabulary, bit for bit :func:`precgraph.token_logprobs` of a trainer with
+    the same ``digest`` and weights. ``kept_mass``: per token, the share of that distribution that top-k and top-p left
+    to draw from, 1.0 without them. ``finish_reason``: vLLM's, ``"stop"`` or ``"length"``. ``weights_version``: the
+    trainer's. ``cached_tokens``: how many tokens of the prompt the prefix cache had.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    kept_mass: list[float]
+    finish_reason: str
+    weights_version: int
+    digest: str
+    cached_tokens: int
+
+
+class LLM:
+    """vLLM running the rollout program of ``model``, a checkpoint directory (or hub id) with bf16 weights.
+
+    ``recipe`` defaults to the actor's, or :meth:`Recipe.jet_rl`. With ``actor``, a model compiled for training or
+    rollout, the engine runs in this process on the actor's own weight store: ``actor.sync()`` is all that an update
+    takes. Without one it may run in processes of its own, and :meth:`sync` sends weights to it. ``digest``, from
+    ``compiled.graph.digest()`` or ``precgraph digest``, is what the engine must run; an actor brings its own.
+    ``engine_args`` are those of ``vllm.LLM``; ``engine`` is that object.
+
+    Raises UnsupportedModelError (vLLM's version, the model, parallelism that would change sums), RecipeError, InputError,
+    or DigestError if a worker runs another program.
+    """
+
+    def __init__(
+        self, model: str | Path, recipe: Recipe | None = None, *, actor: Any = None, digest: str | None = None, **engine_args: Any
+    ) -> None:
+        require_version()
+        register()
+        self._actor = None if actor is None else compiled_of(actor)
+        self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
+        self._digest = self._actor.graph.digest() if self._actor else digest
+        self._broken: str | None = None
+        _refuse(engine_args)
+        self.vocabulary = int(load_config_model(model).config.vocab_size)  # a bad model fails here, typed, not in a worker
+        with preserved_state(), _environment(in_process=actor is not None):
+            self.engine = self._start(str(model), engine_args)
+        states = self._call("precgraph_state")
+        self.digest: str = states[0]["digest"]
+        self._require_digest([s["digest"] for s in states], self._digest or self.digest)
+        self._served: int = states[0]["version"]
+
+    def _start(self, model: str, engine_args: dict[str, Any]) -> Any:
+        import vllm
+
+        own: dict[str, Any] = {} if self._digest is None else {"digest": self._digest}
+        arguments: dict[str, Any] = {
+            "dtype": "bfloat16",
+            **engine_args,
+            "hf_overrides": {
+                **engine_args.get("hf_overrides", {}), "architectures": [ARCHITECTURE], "precgraph": self.recipe.to_dict(),
+            },
+            "additional_config": {**engine_args.get("additional_config", {}), "precgraph": own},
+        }  # fmt: skip
+        if self._actor is not None:
+            from precgraph.runtime.vllm.shared import LOAD_FORMAT, offer
+
+            arguments |= {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"trainer": offer(self._actor)}}
+        return vllm.LLM(model=model, **arguments)
+
+    # ------------------------------------------------------------------------------- generate
+    def generate(self, prompt_token_ids: Sequence[Sequence[int]], params: Any, *, progress: bool = False) -> list[Sample]:
+        """Sample a continuation of every prompt; results in their order.
+
+        ``params`` are vLLM's ``SamplingParams`` or :class:`precgraph.runtime.sampling.SamplingParams`, one for all or one
+        a prompt. A request without a seed takes one from torch's global generator. InputError for parameters that an
+        exact rollout refuses, StaleWeightsError if the weights are not complete or the actor has not synced.
+        """
+        self._require_ready()
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompt_token_ids)
+        if len(each) != len(prompt_token_ids):
+            raise InputError(f"{len(prompt_token_ids)} prompts but {len(each)} sampling parameters")
+        prompts = [self._prompt(i, p) for i, p in enumerate(prompt_token_ids)]
+        records = [secrets.token_hex(8) for _ in prompts]
+        asked = [_request(p, record) for p, record in zip(each, records, strict=True)]
+        version = self._served
+        try:
+            outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=progress)
+        except PrecGraphError as error:
+            self._broken = f"a step failed: {error}"
+            raise
+        if self._version() != version:
+            raise StaleWeightsError("the weights changed during generate()", remedy="call sync() between calls")
+        cut = [r for r, p in zip(records, asked, strict=True) if p.top_p < 1 or p.top_k > 0]
+        kept = self._call("precgraph_kept_mass", cut)[0] if cut else {}
+        return [self._sample(o, version, kept.get(r, {})) for o, r in zip(outputs, records, strict=True)]
+
+    def _sample(self, output: Any, version: int, kept: dict[Any, float]) -> Sample:
+        (answer,) = output.outputs
+        tokens = list(answer.token_ids)
+        kept = {int(i): mass for i, mass in kept.items()}
+        return Sample(
+            list(output.prompt_token_ids), tokens,
+            [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)],
+            [kept.get(i, 1.0) for i in range(len(tokens))],
+            str(answer.finish_reason), version, self.digest, output.num_cached_tokens or 0,
+        )  # fmt: skip
+
+    def _prompt(self, index: int, prompt: Sequence[int]) -> list[int]:
+        ids = [int(t) for t in prompt]
+        if not ids:
+            raise InputError(f"prompt {index} is empty", remedy="begin it with the tokenizer's start token")
+        outside = [t for t in ids if not 0 <= t < self.vocabulary]
+        if outside:
+            raise InputError(f"prompt {index} holds {outside[0]}, outside the vocabulary 0..{self.vocabulary - 1}")
+        return ids
+
+    def _require_ready(self) -> None:
+        if self._broken is not None:
+            raise StaleWeightsError(self._broken, remedy="start a new engine")
+        if self._actor is not None:
+            self._actor.store.require_fresh()
+            if self._actor.store.version != self._served:
+                self.sync()
+            return
+        for state in self._call("precgraph_state"):
+            if state["checksum"] is None:
+                raise StaleWeightsError("the engine's weights are not complete", remedy="sync the weights, then generate")
+
+    def _version(self) -> int:
+        return self._actor.store.version if self._actor is not None else self._served
+
+    # ----------------------------------------------------------------------------------- sync
+    def sync(self, source: Any = None, *, route: str | None = None) -> int:
+        """Serve new weights, and forget what the prefix cache holds of the old; returns their version.
+
+        Without ``source``: the actor's, in this process, which ``actor.sync()`` has already refreshed in place. With a
+        path, or several: files of :func:`save_weights`. With a compiled model: its policy, through ``route`` ``"ipc"``
+        (same GPU, CUDA IPC; the default on GPUs) or ``"file"`` (a temporary file). An update that is incomplete,
+        damaged, or another program's is refused with SyncError or DigestError, and the old weights go on serving.
+        """
+        if self._actor is not None:
+            self._actor.store.require_fresh()
+            if source is not None and compiled_of(source).store is not self._actor.store:
+                raise SyncError("this engine runs on its actor's weights", remedy="call sync() without a source")
+            self._served = self._actor.store.version
+        elif source is None:
+            raise InputError("nothing to sync from", remedy="pass a compiled model or the path of a weights file")
+        elif isinstance(source, str | os.PathLike) or (isinstance(source, Sequence) and source):
+            paths = [source] if isinstance(source, str | os.PathLike) else list(source)
+            self._served = self._send_files([Path(p) for p in paths])
+        else:
+            self._served = self._send(source, route)
+        self._reset_prefix_cache()
+        return self._served
+
+    def _send(self, model: Any, route: str | None) -> int:
+        compiled = compiled_of(model)
+        self._require_digest([self.digest], compiled.graph.digest())
+        route = route or ("ipc" if compiled.store.device.type == "cuda" else "file")
+        if route == "file":
+            with tempfile.TemporaryDirectory(prefix="precgraph-") as folder:
+                path = Path(folder) / "weights.safetensors"
+                return self._install(save_weights(model, path), [("precgraph_update_file", str(path))])
+        if route != "ipc":
+            raise InputError(f"route must be 'ipc' or 'file', not {route!r}")
+        from precgraph.runtime.vllm.ipc import handles
+
+        manifest, tensors = policy(model)
+        return self._install(manifest, [("precgraph_update_ipc", handles(tensors))])
+
+    def _send_files(self, paths: list[Path]) -> int:
+        found = [m for m in (read_file(p)[0] for p in paths) if m is not None]
+        if not found or any(m != found[0] for m in found):
+            raise SyncError(
+                "the files hold no manifest, or not one and the same", path=str(paths[0]),
+                remedy="write them with precgraph.vllm.save_weights",
+            )  # fmt: skip
+        return self._install(found[0], [("precgraph_update_file", str(p)) for p in paths])
+
+    def _install(self, manifest: Manifest, parts: list[tuple[str, Any]]) -> int:
+        try:
+            self._call("precgraph_begin", manifest.to_json())
+            for method, argument in parts:
+                self._call(method, argument)
+            checksums = self._call("precgraph_finish")
+        except PrecGraphError:
+            self._call("precgraph_abort")
+            raise
+        if set(checksums) != {manifest.checksum}:
+            raise SyncError("the engine reports other weights than were sent", remedy="sync again")
+        return manifest.version
+
+    def state(self) -> dict[str, Any]:
+        """``digest``, ``version`` and ``checksum`` that every worker reports, computed from what it runs on."""
+        states = self._call("precgraph_state")
+        if any(s != states[0] for s in states):
+            raise SyncError("the workers differ in their weights", remedy="sync again")
+        state: dict[str, Any] = states[0]
+        return state
+
+    def _reset_prefix_cache(self) -> None:
+        if not self.engine.reset_prefix_cache():
+            self._broken = "the prefix cache still holds keys and values of older weights"
+            raise StaleWeightsError(self._broken, remedy="finish or abort all requests before a sync; start a new engine")
+
+    # ---------------------------------------------------------------------------------- sleep
+    def sleep(self, level: int = 1) -> None:
+        """Free the cache, and at level 2 the weights too; needs ``enable_sleep_mode=True``. Then only :meth:`wake`."""
+        if level > 1 and self._actor is not None:
+            raise InputError("level 2 would discard the actor's weights", remedy="use sleep(level=1)")
+        self.engine.sleep(level=level)
+
+    def wake(self) -> None:
+        """Take the memory again; after level 2 the engine serves nothing until a :meth:`sync`."""
+        self.engine.wake_up()
+        self._reset_prefix_cache()
+
+    # -------------------------------------------------------------------------------- helpers
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """A method of every worker; its typed errors are raised here."""
+        from precgraph.runtime.vllm.worker import value_of
+
+        try:
+            answers = self.engine.collective_rpc(method, args=args)
+        except PrecGraphError:
+            raise
+        except Exception as error:
+            self._broken = f"the engine failed in {method}: {type(error).__name__}: {error}"
+            raise SyncError(self._broken, remedy="start a new engine; no file was changed") from error
+        return [value_of(answer) for answer in answers]
+
+    def _require_digest(self, found: Sequence[str], wanted: str) -> None:
+        for digest in found:
+            if digest != wanted:
+                raise DigestError(
+                    f"the engine runs program {digest[:12]}, the trainer {wanted[:12]}",
+                    remedy="use one recipe, one precgraph and one torch on both sides; precgraph digest prints it",
+                )
+
+
+def _request(params: Any, record: str) -> Any:
+    """vLLM's parameters for one request, with a seed and the name under which its kept mass is recorded."""
+    from precgraph.runtime.vllm.params import KEY, require_exact, to_vllm
+
+    if isinstance(params, SamplingParams):
+        params = to_vllm(params)
+    require_exact(params)
+    if params.n != 1:
+        raise InputError(f"n = {params.n} is refused", remedy="repeat the prompt: the prefix cache shares its blocks")
+    asked = params.clone()
+    seed = asked.seed
+    if seed is None and asked.temperature >= 1e-5:
+        seed = int(torch.randint(MAX_SEED, ()))
+    asked.logprobs, asked.seed = asked.logprobs or 0, None
+    asked.extra_args = {**(asked.extra_args or {}), KEY: {"seed": seed or 0, "record": record}}
+    return asked
+
+
+def _refuse(engine_args: dict[str, Any]) -> None:
+    """What the configuration hook would refuse too, here as a typed error before vLLM starts."""
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        size = engine_args.get(name, 1)
+        if size > 1:
+            raise UnsupportedModelError(
+                f"{name} = {size} splits sums, and blocks of 128, in other places than the trainer does",
+                remedy=f"use data parallelism: data_parallel_size={size}, or one engine per device",
+            )
+    for name in ("load_format", "model_loader_extra_config", "worker_cls", "quantization", "logits_processors"):
+        if engine_args.get(name):
+            raise InputError(f"{name} is precgraph's to choose", remedy="leave it out")
+
+
+@contextmanager
+def _environment(in_process: bool) -> Iterator[None]:
+    """Variables that vLLM reads while it starts; what they were comes back."""
+    wanted = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+    if in_process:
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,142 @@
+"""The model that vLLM runs: the rollout program of the checkpoint's own model class and the recipe that it carries."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precgraph import ops
+from precgraph.errors import UnsupportedModelError
+from precgraph.graph import PrecisionGraph
+from precgraph.runtime.compiled import Compiled, build_lowered
+from precgraph.runtime.runner import Runner
+from precgraph.runtime.vllm import ARCHITECTURE
+from precgraph.runtime.vllm.config import KEY, recipe_of
+from precgraph.runtime.vllm.weights import RolloutStore, skeleton, wire
+from precgraph.trace import require_supported, trace
+
+
+class PrecGraphForCausalLM(nn.Module):
+    """vLLM's model interface over a program and its store.
+
+    It has no parameters of its own that vLLM could initialise, discard or tie: the tensors that kernels read are those
+    of ``compiled.store``, the trainer's own if vLLM shares its process.
+    """
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__()
+        config = _own_config(vllm_config.model_config.hf_config)
+        recipe = recipe_of(vllm_config.model_config.hf_config)
+        device = torch.device(vllm_config.device_config.device)
+        with _plain_defaults():
+            original = skeleton(config)
+            require_supported(original)
+            traced = trace(original)
+            if not traced.graph.causal_lm:
+                raise UnsupportedModelError(f"{type(original).__name__} is not a causal language model")
+            program = build_lowered(traced.graph, "infer", recipe, "auto", device)
+            store = RolloutStore(traced, program, device)
+        traced.tensors.clear()  # the parameters of the skeleton, which were never written
+        self.compiled = Compiled(traced, "infer", recipe, "auto", False, store, Runner(program, store), places=())
+        self.config = config
+        self.layers = nn.ModuleDict({str(spec.layer): _attention(spec, vllm_config, prefix) for spec in _specs(program.graph)})
+        self.context = _context({int(index): layer for index, layer in self.layers.items()})
+
+    # ------------------------------------------------------------------------ what vLLM calls
+    def embed_input_ids(self, input_ids: Tensor) -> Tensor:
+        """vLLM asks for it of every text model, and calls it for multimodal inputs and prompt embeddings only."""
+        raise UnsupportedModelError(f"{ARCHITECTURE} takes token ids only")
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """``input_ids, positions [T]`` to the hidden states ``[T, C]`` that enter the head."""
+        if inputs_embeds is not None or intermediate_tensors is not None:
+            raise UnsupportedModelError(f"{ARCHITECTURE} takes token ids only")
+        return self.compiled.hidden(input_ids[None].long(), positions[None].long(), self.context)[0]
+
+    def compute_logits(self, hidden_states: Tensor, *args: Any) -> Tensor:
+        """``[N, C]`` to fp32 logits ``[N, V]``."""
+        return self.compiled.logits(hidden_states[None])
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Fill the store from a bf16 checkpoint."""
+        store = self.compiled.store
+        if not isinstance(store, RolloutStore):
+            raise UnsupportedModelError("the weights are a trainer's in this process", remedy="actor.sync() refreshes them")
+        store.load(weights)
+        return set()
+
+    # -------------------------------------------------------------------- what precgraph calls
+    @property
+    def digest(self) -> str:
+        """The digest of the program that runs."""
+        return self.compiled.graph.digest()
+
+    def share(self, trainer: Compiled) -> None:
+        """Run on the store of a trainer in this process; its program's weights are this one's."""
+        store, program = trainer.store, self.compiled.runner.program
+        store.require(program.packs)
+        self.compiled.store = store
+        self.compiled.runner = Runner(program, store)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors that the program reads, by the names under which they travel."""
+        return wire(self.compiled.store, self.compiled.runner.program)
+
+
+def _own_config(hf_config: Any) -> Any:
+    """The checkpoint's own config, without what makes vLLM choose this model."""
+    config = copy.deepcopy(hf_config)
+    for key in (KEY, "quantization_config"):
+        config.__dict__.pop(key, None)
+    return config
+
+
+def _specs(graph: PrecisionGraph) -> list[ops.AttentionSpec]:
+    specs = [n.args[3] for n in graph if n.target is ops.attention]
+    if len({s.layer for s in specs if isinstance(s, ops.AttentionSpec)}) != len(specs):
+        raise UnsupportedModelError("two attention nodes share one layer index, and so one cache")
+    return specs  # type: ignore[return-value]
+
+
+def _attention(spec: ops.AttentionSpec, vllm_config: Any, prefix: str) -> nn.Module:
+    """vLLM's layer for one attention node: it owns the node's part of the cache."""
+    from vllm.model_executor.layers.attention import Attention
+
+    if torch.device(vllm_config.device_config.device).type == "cuda":
+        from precgraph.runtime.vllm.attention_gpu import OneSplitBackend as Backend
+    else:
+        from precgraph.runtime.vllm.attention import ReferenceBackend as Backend  # type: ignore[assignment]
+    layer: nn.Module = Attention(
+        spec.heads, spec.head_dim, spec.scale, num_kv_heads=spec.kv_heads, cache_config=vllm_config.cache_config,
+        logits_soft_cap=spec.softcap or None, per_layer_sliding_window=spec.window or None,
+        prefix=f"{prefix}.layers.{spec.layer}.attn".lstrip("."), attn_backend=Backend,
+    )  # fmt: skip
+    # Without a window of its own a layer takes the model's, and vLLM would drop keys that the program reads.
+    layer.sliding_window = spec.window or None
+    return layer
+
+
+def _context(layers: dict[int, Any]) -> Any:
+    from precgraph.runtime.vllm.attention import VllmContext
+
+    return VllmContext(layers)
+
+
+@contextmanager
+def _plain_defaults() -> Iterator[None]:
+    """torch's default dtype and device, as a trainer's process has them: vLLM constructs models under its own."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)

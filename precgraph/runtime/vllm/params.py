@@ -1,0 +1,89 @@
+"""Sampling parameters of vLLM: what an exact rollout refuses, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import SamplingParams as VllmParams
+from vllm.v1.sample.logits_processor import LogitsProcessor
+
+from precgraph.errors import InputError
+from precgraph.runtime.sampling import SamplingParams
+
+KEY = "precgraph"  # in extra_args: {"seed": int, "record": str}
+
+# What changes the distribution that a token is drawn from without changing the log-probability that is reported, or
+# asks for numbers that the program does not make; each with the value that asks for nothing.
+_REFUSED: dict[str, tuple[Any, str]] = {
+    "presence_penalty": (0.0, "penalties change the distribution"),
+    "frequency_penalty": (0.0, "penalties change the distribution"),
+    "repetition_penalty": (1.0, "penalties change the distribution"),
+    "min_p": (0.0, "min_p changes the distribution; top_p and top_k are served, with the mass that they keep"),
+    "min_tokens": (0, "it hides stop tokens; use ignore_eos and max_tokens"),
+    "logit_bias": (None, "it changes the distribution"),
+    "bad_words": (None, "it changes the distribution"),
+    "allowed_token_ids": (None, "it changes the distribution"),
+    "structured_outputs": (None, "it changes the distribution"),
+    "thinking_token_budget": (None, "it forces tokens"),
+    "prompt_logprobs": (None, "score prompts with precgraph.token_logprobs"),
+    "prompt_logprob_token_ids": (None, "score prompts with precgraph.token_logprobs"),
+    "logprob_token_ids": (None, "ask for logprobs=k, or score with precgraph.token_logprobs"),
+    "trace_decode_token_ids": (None, "it forces tokens"),
+}
+
+
+def require_exact(params: Any) -> None:
+    """InputError, naming the parameter, for what an exact rollout cannot serve."""
+    for name, (nothing, why) in _REFUSED.items():
+        value = getattr(params, name, nothing)
+        empty = value is None or value == nothing or (nothing is None and value in ([], {}))
+        if not empty:
+            raise InputError(f"{name} = {value!r} is refused in exact mode: {why}")
+    if params.logprobs == -1:
+        raise InputError("logprobs = -1 is refused in exact mode: ask for the k likeliest, logprobs = k")
+
+
+def of_vllm(params: Any) -> SamplingParams:
+    """What :func:`precgraph.runtime.sampling.sample` needs of vLLM's parameters."""
+    return SamplingParams(
+        temperature=0.0 if params.temperature < 1e-5 else params.temperature,
+        top_p=params.top_p,
+        top_k=max(0, params.top_k),
+    )
+
+
+def to_vllm(params: SamplingParams) -> Any:
+    """vLLM's parameters for ours; stop tokens end a request as ours do, and nothing else does."""
+    return VllmParams(
+        max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
+        stop_token_ids=list(params.stop_token_ids), ignore_eos=True, seed=params.seed, logprobs=0, detokenize=False,
+    )  # fmt: skip
+
+
+def own_args(params: Any) -> Mapping[str, Any]:
+    """What :class:`precgraph.vllm.LLM` put into ``extra_args`` of a request."""
+    args = (getattr(params, "extra_args", None) or {}).get(KEY, {})
+    return args if isinstance(args, Mapping) else {}
+
+
+class ExactGate(LogitsProcessor):  # type: ignore[misc]
+    """Processes nothing: vLLM asks it, when a request arrives, whether its parameters can be served."""
+
+    @classmethod
+    def validate_params(cls, sampling_params: Any) -> None:
+        require_exact(sampling_params)
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        pass
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return logits
+
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        pass

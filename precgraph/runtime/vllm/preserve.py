@@ -1,0 +1,39 @@
+"""What vLLM changes in its own process and a trainer there needs as it was."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def preserved_state() -> Iterator[None]:
+    """Random generators, torch's threads and defaults, and the process's CPUs come back as they were.
+
+    vLLM seeds every global generator, its CPU worker replaces ``torch.set_num_threads`` by a function that does
+    nothing and may bind the process to cores.
+    """
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    grad, cores = torch.is_grad_enabled(), os.sched_getaffinity(0)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+        torch.set_float32_matmul_precision(precision)
+        torch.set_grad_enabled(grad)
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)

@@ -1,0 +1,237 @@
+"""Weight updates on the wire: what a trainer sends, and how a rollout takes it or refuses it.
+
+A :class:`Manifest` says what a complete update is: the weights' version, the digest of the program that they belong
+to, and name, dtype, shape and fingerprint of every tensor. A :class:`Receiver` is told the manifest (``begin``), given
+sources of tensors in any number of parts (``update``) and installs them only when all are there and right
+(``finish``): until then nothing of what is served has been touched. FP8 bytes and scales travel as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from precgraph.errors import DigestError, InputError, SyncError
+from precgraph.runtime.compiled import Compiled
+from precgraph.runtime.vllm.weights import wire
+
+PROTOCOL = 1
+HEADER = "precgraph"  # the key of a file's metadata that holds its manifest
+_CHUNK = 1 << 21  # 64-bit words that a fingerprint takes at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of an update: dtype (torch name), shape, and :func:`fingerprint` of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    fingerprint: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a complete update of the weights consists of."""
+
+    version: int
+    digest: str
+    tensors: Mapping[str, Entry]
+
+    @property
+    def checksum(self) -> str:
+        """sha256 over names, dtypes, shapes and fingerprints: equal weights have equal checksums."""
+        return checksum(self.tensors)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "protocol": PROTOCOL, "version": self.version, "digest": self.digest, "checksum": self.checksum,
+            "tensors": {name: asdict(entry) for name, entry in self.tensors.items()},
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Any) -> Self:
+        """Inverse of :meth:`to_json`; SyncError if it is malformed, of another protocol, or disagrees with itself."""
+        try:
+            if data["protocol"] != PROTOCOL:
+                raise SyncError(
+                    f"the update speaks protocol {data['protocol']}, this precgraph speaks {PROTOCOL}",
+                    remedy="install the same precgraph on both sides",
+                )
+            tensors = {
+                name: Entry(str(e["dtype"]), tuple(e["shape"]), int(e["fingerprint"])) for name, e in data["tensors"].items()
+            }
+            manifest = cls(int(data["version"]), str(data["digest"]), tensors)
+            stated = data["checksum"]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise SyncError(f"the update's manifest is malformed: {error!r}", remedy="write it again") from None
+        if stated != manifest.checksum:
+            raise SyncError("the update's manifest disagrees with its own checksum", remedy="write it again")
+        return manifest
+
+
+def describe(tensors: Mapping[str, Tensor], version: int, digest: str) -> Manifest:
+    """The manifest of an update that consists of ``tensors``."""
+    return Manifest(version, digest, entries(tensors))
+
+
+def entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    return {
+        name: Entry(str(t.dtype).removeprefix("torch."), tuple(t.shape), fingerprint(t))
+        for name, t in sorted(tensors.items())
+    }  # fmt: skip
+
+
+def checksum(tensors: Mapping[str, Entry]) -> str:
+    rows = [[name, e.dtype, list(e.shape), e.fingerprint] for name, e in sorted(tensors.items())]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+
+
+def fingerprint(x: Tensor) -> int:
+    """A 64-bit sum of the tensor's bytes, weighted by their place; the same on every device, quick on all.
+
+    The bytes, as little-endian signed words ``w_i`` of 64 bits after zero padding, give
+    ``sum (w_i ^ (w_i >> 29)) * (2 i + 1)`` modulo 2**64. It notices truncation, bit errors and exchanged blocks; it is
+    no defence against malice.
+    """
+    raw = x.detach().contiguous().flatten().view(torch.uint8)
+    if raw.numel() % 8:
+        raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
+    elif raw.storage_offset() % 8:
+        raw = raw.clone()
+    total = 0
+    for start, words in enumerate(raw.view(torch.int64).split(_CHUNK)):
+        first = 2 * start * _CHUNK + 1
+        odd = torch.arange(first, first + 2 * words.numel(), 2, dtype=torch.int64, device=raw.device)
+        total += int(((words ^ (words >> 29)) * odd).sum())
+    return total % (1 << 64)
+
+
+# --------------------------------------------------------------------------------------- the trainer's side
+
+
+def policy(model: Any) -> tuple[Manifest, dict[str, Tensor]]:
+    """The update that brings a rollout to the weights of a compiled model; StaleWeightsError before ``actor.sync()``."""
+    compiled = compiled_of(model)
+    compiled.store.require_fresh()
+    tensors = wire(compiled.store, compiled.runner.program)
+    return describe(tensors, compiled.store.version, compiled.graph.digest()), tensors
+
+
+def compiled_of(model: Any) -> Compiled:
+    """What ``precgraph.compile`` left on a model; InputError for any other object."""
+    compiled = getattr(model, "precgraph", None)
+    if not isinstance(compiled, Compiled) or not compiled.graph.causal_lm:
+        raise InputError("not a compiled causal language model", remedy="pass what precgraph.compile(model) returned")
+    return compiled
+
+
+def save_weights(model: Any, path: str | Path) -> Manifest:
+    """Write the policy of a compiled model to one safetensors file, whole or not at all; returns its manifest."""
+    manifest, tensors = policy(model)
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, partial, metadata={"format": "pt", HEADER: json.dumps(manifest.to_json())})
+        os.replace(partial, target)
+    finally:
+        partial.unlink(missing_ok=True)
+    return manifest
+
+
+# --------------------------------------------------------------------------------------- the rollout's side
+
+
+def read_file(path: str | Path) -> tuple[Manifest | None, dict[str, Tensor]]:
+    """The manifest in a file's header, if there is one, and its tensors, mapped; SyncError for a broken file."""
+    try:
+        with safe_open(str(path), framework="pt", device="cpu") as file:
+            header = (file.metadata() or {}).get(HEADER)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FileNotFoundError:
+        raise SyncError("there is no such file", path=str(path), remedy="write it with precgraph.vllm.save_weights") from None
+    except (SafetensorError, OSError, ValueError) as error:
+        raise SyncError(f"the file is truncated or damaged: {error}", path=str(path), remedy="write it again") from None
+    return (Manifest.from_json(_parsed(header, path)) if header else None), tensors
+
+
+def _parsed(header: str, path: str | Path) -> Any:
+    try:
+        return json.loads(header)
+    except json.JSONDecodeError as error:
+        raise SyncError(f"the file's manifest is malformed: {error}", path=str(path), remedy="write it again") from None
+
+
+class Receiver:
+    """One update at a time for the program of ``digest`` whose own tensors have the dtypes and shapes ``wanted``."""
+
+    def __init__(self, digest: str, wanted: Mapping[str, Tensor]) -> None:
+        self.digest = digest
+        self.wanted = {name: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in wanted.items()}
+        self.manifest: Manifest | None = None
+        self.staged: dict[str, Tensor] = {}
+
+    def begin(self, manifest: Manifest, serving: int) -> None:
+        """Start an update, dropping one that was not finished; refuses another program's and an older version's."""
+        self.abort()
+        if manifest.digest != self.digest:
+            raise DigestError(
+                f"the update is for program {manifest.digest[:12]}, this engine runs {self.digest[:12]}",
+                remedy="use one recipe, one precgraph and one torch on both sides",
+            )
+        if manifest.version < serving:
+            raise SyncError(
+                f"the update has version {manifest.version}, version {serving} is being served",
+                remedy="send what the trainer has now, or start a new engine to go back",
+            )
+        self._require_shapes(manifest)
+        self.manifest = manifest
+
+    def _require_shapes(self, manifest: Manifest) -> None:
+        extra = sorted(manifest.tensors.keys() - self.wanted.keys())
+        missing = sorted(self.wanted.keys() - manifest.tensors.keys())
+        if extra or missing:
+            what = f"has {len(extra)} tensors that the program does not read" if extra else f"lacks {len(missing)} tensors"
+            raise SyncError(f"the update {what}", path=(extra or missing)[0], remedy="send the policy of the same model")
+        for name, entry in manifest.tensors.items():
+            if (entry.dtype, entry.shape) != self.wanted[name]:
+                dtype, shape = self.wanted[name]
+                raise SyncError(
+                    f"the update brings {entry.dtype}{list(entry.shape)}, the program reads {dtype}{list(shape)}", path=name,
+                    remedy="send the policy of the same model and recipe",
+                )  # fmt: skip
+
+    def update(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take a part; each tensor must be what the manifest says, down to its bytes."""
+        if self.manifest is None:
+            raise SyncError("no update has begun", remedy="call begin first")
+        for name, tensor in tensors.items():
+            entry = self.manifest.tensors.get(name)
+            if entry is None:
+                raise SyncError("the part holds a tensor that its manifest does not name", path=name, remedy="send it again")
+            if entries({name: tensor})[name] != entry:
+                raise SyncError("the tensor is not the one that the manifest names", path=name, remedy="send it again")
+            self.staged[name] = tensor
+
+    def finish(self) -> tuple[Manifest, dict[str, Tensor]]:
+        """The complete update, to be installed; SyncError, naming one, if tensors are missing."""
+        if self.manifest is None:
+            raise SyncError("no update has begun", remedy="call begin first")
+        missing = sorted(self.manifest.tensors.keys() - self.staged.keys())
+        if missing:
+            count = len(self.manifest.tensors)
+            raise SyncError(f"{len(missing)} of {count} tensors did not arrive", path=missing[0], remedy="send the update again")
+        return self.manifest, self.staged
+
+    def abort(self) -> None:
+        """Forget an update that was not finished; what is served stays."""
+        self.manifest, self.staged = None, {}

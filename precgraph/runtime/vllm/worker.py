@@ -1,0 +1,162 @@
+"""What our worker adds to vLLM's: the sampler, and the calls that :class:`precgraph.vllm.LLM` makes to every worker.
+
+The calls return plain data, errors included: vLLM turns an exception of a worker in another process into text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import precgraph.errors
+from precgraph.errors import InputError, PrecGraphError, SyncError, UnsupportedModelError
+from precgraph.runtime.vllm.config import options_of
+from precgraph.runtime.vllm.model import PrecGraphForCausalLM
+from precgraph.runtime.vllm.sampler import ExactSampler
+from precgraph.runtime.vllm.sync import Manifest, Receiver, checksum, entries, read_file
+from precgraph.runtime.vllm.weights import RolloutStore
+
+Reply = dict[str, Any]
+
+
+def replies(call: Callable[..., Any]) -> Callable[..., Reply]:
+    """The result under ``value``, or a typed error under ``error``."""
+
+    @functools.wraps(call)
+    def reply(*args: Any, **kwargs: Any) -> Reply:
+        try:
+            return {"value": call(*args, **kwargs)}
+        except PrecGraphError as error:
+            return {"error": [type(error).__name__, error.message, error.path, error.remedy]}
+
+    return reply
+
+
+def value_of(reply: Reply) -> Any:
+    """The result of a reply; its typed error is raised again."""
+    if "error" in reply:
+        name, message, path, remedy = reply["error"]
+        raise getattr(precgraph.errors, name)(message, path=path, remedy=remedy)
+    return reply["value"]
+
+
+class ExactWorker:
+    """Mixed in before a worker class of vLLM's."""
+
+    model_runner: Any
+    vllm_config: Any
+    _receiver: Receiver | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        if getattr(self, "use_v2_model_runner", False):
+            raise UnsupportedModelError(
+                "the V2 model runner computes log-probabilities in its own way", remedy="set VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self._require_digest()
+        seed = self.vllm_config.model_config.seed or 0
+        self.model_runner.sampler = ExactSampler(self.model_runner.sampler, self.model_runner, seed)
+
+    def sleep(self, level: int = 1) -> None:
+        if level > 1:
+            store = self._model().compiled.store
+            if not isinstance(store, RolloutStore):
+                raise InputError("level 2 would discard the trainer's weights", remedy="use sleep(level=1)")
+            store.invalid = "sleep(level=2) has discarded the weights"
+        super().sleep(level)  # type: ignore[misc]
+
+    # ----------------------------------------------------------------------------------- calls
+    @replies
+    def precgraph_state(self) -> dict[str, Any]:
+        """``digest`` of the program that runs, ``version`` and ``checksum`` of the weights that it runs on."""
+        model = self._model()
+        store = model.compiled.store
+        return {
+            "digest": model.digest,
+            "version": store.version,
+            "checksum": None if getattr(store, "invalid", None) else checksum(entries(model.weights())),
+        }
+
+    @replies
+    def precgraph_begin(self, manifest: dict[str, Any]) -> None:
+        model = self._model()
+        store = model.compiled.store
+        if not isinstance(store, RolloutStore):
+            raise SyncError("this engine runs on the trainer's own weights", remedy="call llm.sync() after actor.sync()")
+        receiver = self._receiver = self._receiver or Receiver(model.digest, model.weights())
+        receiver.begin(Manifest.from_json(manifest), store.version)
+
+    @replies
+    def precgraph_update_file(self, path: str) -> None:
+        self._update(read_file(path)[1])
+
+    @replies
+    def precgraph_update_ipc(self, handles: dict[str, Any]) -> None:
+        from precgraph.runtime.vllm.ipc import opened
+
+        self._update(opened(handles))
+
+    @replies
+    def precgraph_finish(self) -> str:
+        """Install the update; returns the checksum of what is installed, computed from it."""
+        if self._receiver is None:
+            raise SyncError("no update has begun", remedy="call begin first")
+        manifest, tensors = self._receiver.finish()
+        model = self._model()
+        store = model.compiled.store
+        assert isinstance(store, RolloutStore)
+        store.install(tensors, manifest.version)
+        self._receiver.abort()
+        found = checksum(entries(model.weights()))
+        if found != manifest.checksum:
+            store.invalid = f"the weights of version {manifest.version} are not what the trainer sent"
+            raise SyncError(store.invalid, remedy="sync again; until then the engine serves nothing")
+        return found
+
+    @replies
+    def precgraph_abort(self) -> None:
+        if self._receiver is not None:
+            self._receiver.abort()
+
+    @replies
+    def precgraph_kept_mass(self, records: list[str]) -> dict[str, dict[int, float]]:
+        sampler: ExactSampler = self.model_runner.sampler
+        return sampler.take_kept_mass(records)
+
+    @replies
+    def precgraph_addresses(self) -> dict[str, int]:
+        """Where each tensor that a kernel reads begins; an update must not change it."""
+        store = self._model().compiled.store
+        if isinstance(store, RolloutStore):
+            return store.addresses()
+        found = {path: t.data_ptr() for path, t in store.masters.items()}
+        for key, pack in store.packs.items():
+            found |= {f"{key}.{name}": t.data_ptr() for name, t in pack.tensors().items()}
+        return found
+
+    # --------------------------------------------------------------------------------- helpers
+    def _model(self) -> PrecGraphForCausalLM:
+        model = self.model_runner.get_model()
+        assert isinstance(model, PrecGraphForCausalLM)
+        return model
+
+    def _update(self, tensors: dict[str, torch.Tensor]) -> None:
+        if self._receiver is None:
+            raise SyncError("no update has begun", remedy="call begin first")
+        try:
+            self._receiver.update(tensors)
+        except SyncError:
+            self._receiver.abort()
+            raise
+
+    def _require_digest(self) -> None:
+        """With ``additional_config={"precgraph": {"digest": ...}}`` a worker that would run another program stops."""
+        wanted, found = options_of(self.vllm_config).get("digest"), self._model().digest
+        if wanted is not None and wanted != found:
+            raise precgraph.errors.DigestError(
+                f"this engine would run program {found[:12]}, the trainer runs {wanted[:12]}",
+                remedy="use one recipe, one precgraph and one torch on both sides",
+            )

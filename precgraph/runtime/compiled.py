@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from precgraph.errors import InputError, StaleWeightsError, UnsupportedModelError
-from precgraph.graph import PrecisionGraph
+from precgraph.graph import PrecisionGraph, TensorSpec, output_node, precision, tensor
 from precgraph.lowering.lower import lower
 from precgraph.lowering.program import Program, Segment, build_program
 from precgraph.lowering.registry import Kernel
@@ -70,6 +70,9 @@ class Compiled:
     def logits(self, hidden: Tensor) -> Tensor:
         """The head segment: hidden states ``[1, N, C]`` of any rows to logits ``[N, V]``."""
         program = self.runner.program
+        if hidden.shape[1] == 0:  # nothing to score: kernels need not know of it
+            spec = tensor(output_node(program.graph.graph))
+            return hidden.new_zeros((0, int(spec.shape[-1])), dtype=getattr(torch, spec.dtype))
         values = {_hidden_inputs(program.segments[-1])[0]: hidden}
         logits: Tensor = self.runner.run(values, program.outputs, segments=program.segments[-1:])[0]
         return logits[0]
@@ -167,7 +170,7 @@ class CompiledCausalLM(CompiledModule):
         if labels is not None:
             extra = {k: v for k, v in kwargs.items() if k == "num_items_in_batch" and v is not None}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **extra)  # type: ignore[attr-defined]
-        if kwargs.get("return_dict", True) is False:
+        if not kwargs.get("return_dict", self.config.return_dict):  # type: ignore[attr-defined]
             return (logits,) if loss is None else (loss, logits)
         return CausalLMOutputWithPast(loss=loss, logits=logits)  # type: ignore[arg-type]
 
@@ -178,11 +181,23 @@ class CompiledPlain(CompiledModule):
     def forward(self, *args: Tensor) -> Any:
         compiled = self.precgraph
         program = compiled.runner.program
-        if len(args) != len(program.inputs):
-            raise InputError(f"{type(self).__name__} was traced with {len(program.inputs)} inputs, not {len(args)}")
+        _require_inputs(type(self).__name__, compiled.graph, args)
         compiled.ready()
         results = compiled.runner.run(dict(zip(program.inputs, args, strict=True)), program.outputs)
         return results[0] if len(results) == 1 else tuple(results)
+
+
+def _require_inputs(name: str, graph: PrecisionGraph, args: Sequence[Tensor]) -> None:
+    """InputError unless ``args`` have the dtypes and shapes that the module was traced with, but for token counts."""
+    wanted = [tensor(n) for n in graph.placeholders if precision(n).phase == "forward"]
+    if len(args) != len(wanted):
+        raise InputError(f"{name} was traced with {len(wanted)} inputs, not {len(args)}")
+    for i, (x, spec) in enumerate(zip(args, wanted, strict=True)):
+        sizes = [d for d, size in zip(x.shape, spec.shape, strict=False) if not isinstance(size, str)]
+        static = [size for size in spec.shape if not isinstance(size, str)]
+        if x.dim() != len(spec.shape) or sizes != static or str(x.dtype).removeprefix("torch.") != spec.dtype:
+            found = TensorSpec(str(x.dtype).removeprefix("torch."), tuple(x.shape))
+            raise InputError(f"input {i} of {name} must be {spec}, not {found}", remedy="compile with such an example")
 
 
 def _packed(
@@ -205,7 +220,16 @@ def _packed(
     unknown = sorted(k for k, v in kwargs.items() if k not in known and v is not None)
     if unknown:
         raise InputError(f"unknown argument {unknown[0]!r} of a compiled model's forward")
-    return pack(input_ids, attention_mask, position_ids, kwargs.get("cu_seq_lens_q"), model.config.vocab_size)
+    bounds = kwargs.get("cu_seq_lens_q")
+    packed = pack(input_ids, attention_mask, position_ids, bounds, model.config.vocab_size)
+    keys, index = kwargs.get("cu_seq_lens_k"), kwargs.get("seq_idx")
+    if keys is not None and (bounds is None or not torch.equal(keys, bounds)):
+        raise InputError("cu_seq_lens_k must equal cu_seq_lens_q: queries and keys are the same tokens")
+    if index is not None:
+        starts = (index.flatten().diff() != 0).nonzero().flatten() + 1
+        if tuple(starts.tolist()) != packed.bounds[1:-1]:
+            raise InputError("seq_idx divides the batch otherwise than position_ids or cu_seq_lens_q do")
+    return packed
 
 
 def _kept_logits(compiled: Compiled, hidden: Tensor, packed: Packed, logits_to_keep: int | Tensor) -> Tensor:
@@ -215,9 +239,12 @@ def _kept_logits(compiled: Compiled, hidden: Tensor, packed: Packed, logits_to_k
     width = packed.shape[1]
     columns = torch.arange(width, device=hidden.device)
     columns = columns[-logits_to_keep:] if isinstance(logits_to_keep, int) else columns[logits_to_keep]
-    wanted = torch.isin(packed.where % width, columns)
-    rows = wanted.nonzero().flatten()
-    return packed.unpack(compiled.logits(hidden[:, rows]), rows)[:, columns]
+    row_of = torch.full((packed.shape[0] * width,), -1, device=hidden.device)
+    row_of[packed.where] = torch.arange(packed.where.numel(), device=hidden.device)
+    kept = row_of.view(packed.shape)[:, columns].flatten()  # rows of hidden, -1 where masked
+    logits = compiled.logits(hidden[:, kept[kept >= 0]])
+    out = logits.new_zeros((kept.numel(), logits.shape[-1])).index_copy(0, (kept >= 0).nonzero().flatten(), logits)
+    return out.view(packed.shape[0], -1, logits.shape[-1])
 
 
 # ----------------------------------------------------------------------------------------- compile
@@ -273,6 +300,8 @@ def _compiled(
     program = build_lowered(traced.graph, mode, recipe, backend, device)
     masters = dict(traced.tensors)
     store = shared.store if shared else WeightStore(masters, checked=checked)
+    if checked:
+        store.watch()
     store.require(program.packs)
     mixin = CompiledCausalLM if isinstance(model, PreTrainedModel) and traced.graph.causal_lm else CompiledPlain
     own = type(model)
@@ -322,8 +351,8 @@ def token_logprobs(
 
     Returns fp32 ``[B, S - 1]``, whose entry ``t`` is log p(token ``t + 1`` | tokens up to ``t``) of the distribution
     after ``temperature``, over the full vocabulary, bit for bit what an engine reports for a token that it sampled.
-    Entries that predict nothing (padding, the first token of a sequence) are 0. With ``entropy``, also the entropies
-    in nats. Differentiable; logits exist for %d rows at a time.
+    Entries that predict nothing (padding, the first token of a sequence) are 0. ``temperature`` is one number, or
+    ``[B]``, one a row. With ``entropy``, also the entropies in nats. Differentiable; logits are made %d rows at a time.
     """
     compiled: Compiled | None = getattr(model, "precgraph", None)
     if compiled is None or not compiled.trace.graph.causal_lm:
@@ -331,6 +360,7 @@ def token_logprobs(
             "token_logprobs needs a compiled causal language model", remedy="call precgraph.compile(model) first"
         )
     packed = pack(input_ids, attention_mask, position_ids, cu_seq_lens, model.config.vocab_size)
+    divisors = _temperatures(temperature, packed)
     hidden = compiled.hidden(
         packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(model.is_gradient_checkpointing)
     )
@@ -339,19 +369,29 @@ def token_logprobs(
     rows = rows[~torch.isin(rows, last)]
     targets = packed.ids[0, rows + 1]
 
-    def score(part: Tensor, ids: Tensor) -> Tensor:
-        logp, ent = logprobs_from_logits(compiled.logits(part), ids, temperature, entropy=True)
-        return torch.stack((logp, ent), -1) if entropy else logp[:, None]
+    def score(part: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
+        if not entropy:
+            return logprobs_from_logits(compiled.logits(part), ids, divisor)[:, None]
+        return torch.stack(logprobs_from_logits(compiled.logits(part), ids, divisor, entropy=True), -1)
 
+    chunks = zip(*(x.split(LOGPROB_ROWS) for x in (rows, targets, divisors[rows])), strict=True)
     parts = [
-        torch_checkpoint(score, hidden[:, r], i, use_reentrant=False)
-        if torch.is_grad_enabled()
-        else score(hidden[:, r], i)
-        for r, i in zip(rows.split(LOGPROB_ROWS), targets.split(LOGPROB_ROWS), strict=True)
+        torch_checkpoint(score, hidden[:, r], i, d, use_reentrant=False)
+        if hidden.requires_grad
+        else score(hidden[:, r], i, d)
+        for r, i, d in chunks
     ]
-    values = torch.cat(parts) if parts else hidden.new_zeros((0, 1 + entropy), dtype=torch.float32)
-    out = packed.unpack(values, rows)[:, :-1]
+    out = packed.unpack(torch.cat(parts), rows)[:, :-1]
     return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
+
+
+def _temperatures(temperature: float | Tensor, packed: Packed) -> Tensor:
+    """The temperature of every packed token, ``[T]`` fp32."""
+    given = torch.as_tensor(temperature, dtype=torch.float32, device=packed.ids.device)
+    rows, width = packed.shape
+    if given.numel() not in (1, rows) or given.dim() > 1:
+        raise InputError(f"temperature must be one number or one for each of the {rows} rows, not {list(given.shape)}")
+    return given.expand(rows)[packed.where // width]
 
 
 token_logprobs.__doc__ = (token_logprobs.__doc__ or "") % LOGPROB_ROWS

@@ -50,10 +50,11 @@ def pack(
     rows, width = input_ids.shape
     mask = _check_mask(attention_mask, input_ids)
     if position_ids is not None:
-        position_ids = position_ids.expand(rows, -1) if position_ids.dim() == 2 else position_ids
-        if position_ids.shape != input_ids.shape:
+        if position_ids.shape == (1, width):
+            position_ids = position_ids.expand(rows, -1)
+        if position_ids.shape != input_ids.shape or position_ids.is_floating_point():
             raise InputError(
-                f"position_ids must have the shape of input_ids {tuple(input_ids.shape)}, not {_describe(position_ids)}"
+                f"position_ids must be integers {list(input_ids.shape)} like input_ids, not {_describe(position_ids)}"
             )
     lengths = mask.sum(1).tolist()
     if cu_seq_lens is not None:
@@ -71,7 +72,22 @@ def pack(
         raise InputError(
             f"input_ids hold {int(ids.min())}..{int(ids.max())}, outside the vocabulary 0..{vocab_size - 1}"
         )
-    return Packed(ids[None].long(), positions.flatten()[where][None].long(), bounds, where, (rows, width))
+    flat = positions.flatten()[where].long()
+    if position_ids is not None:
+        _require_continuous(flat, bounds)
+    return Packed(ids[None].long(), flat[None], bounds, where, (rows, width))
+
+
+def _require_continuous(positions: Tensor, bounds: tuple[int, ...]) -> None:
+    """A sequence whose positions jump or restart would silently attend over what was meant to be separate."""
+    continues = positions.diff() == 1
+    continues[torch.tensor(bounds[1:-1], dtype=torch.long, device=positions.device) - 1] = True
+    if not bool(continues.all()):
+        at = int((~continues).nonzero()[0])
+        raise InputError(
+            f"position_ids jump from {int(positions[at])} to {int(positions[at + 1])} inside a sequence",
+            remedy="pack several sequences into one row without padding, or leave position_ids out",
+        )
 
 
 def _check_mask(mask: Tensor | None, input_ids: Tensor) -> Tensor:

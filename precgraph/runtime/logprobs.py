@@ -24,12 +24,13 @@ def logprobs_from_logits(
     """``log_softmax(logits / temperature)`` at ``ids``, over the full vocabulary; differentiable.
 
     ``logits [N, V]`` fp32, ``ids [N]``, ``temperature`` a positive number or ``[N]``; returns ``[N]`` fp32, and with
-    ``entropy`` also the distribution's entropy in nats ``[N]``. A row's bits do not depend on the other rows.
+    ``entropy`` also the distribution's entropy in nats ``[N]``. The bits of a row's log-probability do not depend on
+    the other rows; an entropy's last bits may.
     """
     if logits.dtype != torch.float32:
         logits = logits.float()
     divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
-    if bool((divisor <= 0).any()):
+    if not bool((divisor > 0).all()):
         raise InputError("temperature must be positive", remedy="greedy sampling is scored at temperature 1")
     logp = torch.log_softmax(logits / divisor.reshape(-1, 1), dim=-1)
     chosen = logp.gather(-1, ids.reshape(-1, 1)).squeeze(-1)

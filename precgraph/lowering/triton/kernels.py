@@ -1,0 +1,338 @@
+"""The Triton backend's records: which nodes its kernels serve, alone and in fusion groups.
+
+Numerics ids are those of the reference where a test has shown the same bits. What has an id of its own: the FP8 GEMM,
+and the gradients of norm weights, which are summed over tokens in another order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from precgraph import ops
+from precgraph.errors import LoweringError
+from precgraph.formats import Format, QTensor
+from precgraph.graph import precision, tensor
+from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
+from precgraph.lowering.gemm_nodes import bf16, fp8
+from precgraph.lowering.packs import Fp8Weight, MasterWeight, pad_columns
+from precgraph.lowering.registry import Kernel, register
+from precgraph.lowering.triton import gated, gemm, norm, quantize, rope
+from precgraph.lowering.triton.primitives import rule
+
+_ROWS, _TOKENS, _BLOCKS = "1x128", "128x1", "128x128"
+Nodes = Sequence[fx.Node]
+
+
+def unavailable(device: torch.device) -> LoweringError | None:
+    """Why the Triton kernels cannot run on ``device``."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return LoweringError(
+            "the Triton kernels need a CUDA device with FP8 tensor cores (compute capability 9.0 or newer)",
+            remedy='use backend="reference"',
+        )
+    return None
+
+
+# --------------------------------------------------------------------------------- single operators
+
+
+def _quantize(x: Tensor, fmt: Format) -> QTensor:
+    """Activations and gradients; weights are quantised by their packs."""
+    return quantize.quantize_rows(x, fmt) if fmt.granularity == _ROWS else quantize.quantize_tokens(x, fmt)
+
+
+def _wide(run: Callable[..., Any]) -> Callable[..., Any]:
+    """A rotation in fp32, rounded once."""
+    return lambda x, cos, sin: run(x, cos, sin, wide=True)
+
+
+def _exact(node: fx.Node) -> bool:
+    return precision(node).rule("arithmetic") == "exact" and _bf16(node)
+
+
+def _bf16(node: fx.Node) -> bool:
+    """Whether the first operand is bf16, which the kernels' cast points are made for."""
+    source = node.args[0]
+    return isinstance(source, fx.Node) and precision(source).format == Format.plain("bfloat16")
+
+
+def _quantizes(node: fx.Node) -> bool:
+    fmt = node.args[1]
+    assert isinstance(fmt, Format)
+    if fmt.granularity not in (_ROWS, _TOKENS, _BLOCKS):
+        return False
+    try:
+        rule(fmt, fmt.granularity)
+    except LoweringError:
+        return False
+    return True
+
+
+def _norms(node: fx.Node) -> bool:
+    p = precision(node)
+    return (
+        _exact(node) and p.compute == "float32" and p.rule("reduction") == "pieces512"
+        and p.rule("cast") == "before_weight"
+    )  # fmt: skip
+
+
+def _rotates(compute: str) -> Callable[[fx.Node], bool]:
+    def serves(node: fx.Node) -> bool:
+        table = node.args[1]
+        assert isinstance(table, fx.Node)
+        tables = ("bfloat16",) if compute == "bfloat16" else ("bfloat16", "float32")
+        return _bf16(node) and precision(node).compute == compute and precision(table).format.dtype in tables
+
+    return serves
+
+
+def _gates(node: fx.Node) -> bool:
+    return _exact(node) and precision(node).compute == "float32"
+
+
+def _kernel(op: str, run: Callable[..., Any], numerics: str, serves: Callable[[fx.Node], bool], **more: Any) -> Kernel:
+    return Kernel(op, "triton", run, numerics, serves, **more)
+
+
+register(
+    # GEMMs where DeepGEMM is absent
+    _kernel("linear", gemm.fp8_linear, "triton.fp8_tiles128", fp8(_ROWS, _BLOCKS), pack=Fp8Weight),
+    _kernel("linear_dgrad", gemm.fp8_dgrad, "triton.fp8_tiles128", fp8(_ROWS, _BLOCKS), pack=Fp8Weight),
+    _kernel("linear_wgrad", gemm.fp8_wgrad, "triton.fp8_tiles128", fp8(_TOKENS, _TOKENS), row_invariant=False),
+    _kernel("linear", gemm.bf16_linear, "triton.bf16_tiles128", bf16("bfloat16"), pack=MasterWeight),
+    _kernel("lm_head", gemm.bf16_logits, "triton.bf16_tiles128", bf16("float32"), pack=MasterWeight),
+    _kernel("linear_dgrad", gemm.bf16_dgrad, "triton.bf16_tiles128", bf16("bfloat16"), pack=MasterWeight),
+    _kernel("linear_wgrad", gemm.bf16_wgrad, "triton.bf16_tiles128", bf16("bfloat16"), row_invariant=False),
+    # around them
+    _kernel("add", ops.add, "aten.add", _bf16),
+    _kernel("quantize", _quantize, "reference.quantize.v1", _quantizes),
+    _kernel("rms_norm", norm.rms_norm, "reference.rms_norm.pieces512", _norms),
+    _kernel("rms_norm_backward", norm.rms_norm_backward, "triton.rms_norm_backward", _norms, row_invariant=False),
+    _kernel("rope", rope.rope, "aten.rope", _rotates("bfloat16")),
+    _kernel("rope", _wide(rope.rope), "reference.rope.fp32", _rotates("float32")),
+    _kernel("rope_backward", rope.rope_backward, "aten.rope_backward", _rotates("bfloat16")),
+    _kernel("rope_backward", _wide(rope.rope_backward), "reference.rope_backward.fp32", _rotates("float32")),
+    _kernel("gated", gated.gated, "reference.gated.composed", _gates),
+    _kernel("gated_backward", gated.gated_backward, "reference.gated_backward.composed", _gates),
+)
+
+
+# ------------------------------------------------------------------------------------------ groups
+
+
+def _one(members: Nodes, target: Callable[..., Any]) -> fx.Node | None:
+    """The only member that calls ``target``."""
+    found = [n for n in members if n.target is target]
+    return found[0] if len(found) == 1 else None
+
+
+def _quantizers(members: Nodes, source: fx.Node) -> dict[str, fx.Node] | None:
+    """The quantisers of ``source`` by granularity; None if there is one that the fused kernels do not know."""
+    found: dict[str, fx.Node] = {}
+    for node in members:
+        if node.target is ops.quantize and node.args[0] is source:
+            granularity = str(precision(node).format.granularity)
+            if granularity not in (_ROWS, _TOKENS) or granularity in found:
+                return None
+            found[granularity] = node
+    return found
+
+
+def _formats(quantizers: dict[str, fx.Node]) -> tuple[Format | None, Format | None]:
+    """The formats along rows and along tokens; None where there is no such quantiser."""
+    rows, tokens = (quantizers.get(g) for g in (_ROWS, _TOKENS))
+    return (precision(rows).format if rows else None), (precision(tokens).format if tokens else None)
+
+
+def _getitems(members: Nodes, source: fx.Node) -> dict[int, fx.Node]:
+    return {n.args[1]: n for n in members if n.target is operator.getitem and n.args[0] is source}  # type: ignore[misc]
+
+
+def _norm_quantize(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
+    """(add,) rms_norm, quantisers."""
+    node, add = _one(members, ops.rms_norm), _one(members, ops.add)
+    quantizers = _quantizers(members, node) if node else None
+    if not node or quantizers is None or len(members) != 1 + bool(add) + len(quantizers):
+        return None
+    if add and node.args[0] is not add:
+        return None
+    outputs = [*([add] if add and add in escaping else []), *([node] if node in escaping else []), *quantizers.values()]
+    wanted = ["sum" if n is add else "normed" if n is node else str(precision(n).format.granularity) for n in outputs]
+    operands = (Of(add, 0), Of(add, 1)) if add else (Of(node, 0), None)
+    args = (*operands, Of(node, 1), Of(node, 2), *_formats(quantizers), wanted)
+    return Fused(_run_norm, args, tuple(outputs))
+
+
+def _run_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, rows: Format | None, tokens: Format | None,
+    wanted: list[str],
+) -> list[Any]:  # fmt: skip
+    made = norm.fused_norm(
+        x, residual, weight, eps, rows_fmt=rows, tokens_fmt=tokens, want_normed="normed" in wanted
+    )  # fmt: skip
+    values = {"sum": made.sum, "normed": made.normed, _ROWS: made.rows, _TOKENS: made.tokens}
+    return [values[name] for name in wanted]
+
+
+def _gated_quantize(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
+    """gated, quantisers."""
+    node = _one(members, ops.gated)
+    quantizers = _quantizers(members, node) if node else None
+    if not node or not quantizers or len(members) != 1 + len(quantizers):
+        return None
+    outputs = [*([node] if node in escaping else []), *quantizers.values()]
+    wanted = ["value" if n is node else str(precision(n).format.granularity) for n in outputs]
+    args = (Of(node, 0), Of(node, 1), Of(node, 2), *_formats(quantizers), wanted)
+    return Fused(_run_gated, args, tuple(outputs))
+
+
+def _run_gated(
+    gate: Tensor, up: Tensor, activation: str, rows: Format | None, tokens: Format | None, wanted: list[str]
+) -> list[Any]:
+    made = gated.fused_gated(gate, up, activation, rows_fmt=rows, tokens_fmt=tokens, want_value="value" in wanted)
+    values = {"value": made.value, _ROWS: made.rows, _TOKENS: made.tokens}
+    return [values[name] for name in wanted]
+
+
+def _gated_backward(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
+    """gated_backward, both gradients, a quantiser along rows, along tokens or both of each."""
+    node = _one(members, ops.gated_backward)
+    parts = _getitems(members, node) if node else {}
+    if not node or set(parts) != {0, 1} or tensor(parts[0]).shape[-1] % 128:
+        return None
+    found = [_quantizers(members, parts[i]) for i in (0, 1)]
+    dgate, dup = found
+    if not dgate or not dup or _formats(dgate) != _formats(dup) or len(members) != 3 + len(dgate) + len(dup):
+        return None
+    values = [p for p in parts.values() if p in escaping]
+    outputs = [*values, *dgate.values(), *dup.values()]
+    places = [
+        *(("value", p.args[1]) for p in values),
+        *((g, i) for i, part in enumerate((dgate, dup)) for g in part),
+    ]  # fmt: skip
+    args = (Of(node, 0), Of(node, 1), Of(node, 2), Of(node, 3), *_formats(dgate), places)
+    return Fused(_run_gated_backward, args, tuple(outputs))
+
+
+def _run_gated_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, activation: str, rows: Format | None, tokens: Format | None,
+    places: list[tuple[str, int]],
+) -> list[Any]:  # fmt: skip
+    made = gated.fused_gated_backward(
+        dy, gate, up, activation, rows_fmt=rows, tokens_fmt=tokens, want_value=any(p[0] == "value" for p in places)
+    )
+    values = {"value": (made.dgate, made.dup), _ROWS: made.rows or (), _TOKENS: made.tokens or ()}
+    return [values[name][index] for name, index in places]
+
+
+def _norm_rope(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
+    """rms_norm over a head, rope."""
+    before, node = _one(members, ops.rms_norm), _one(members, ops.rope)
+    if not before or not node or len(members) != 2 or before in escaping or len(tensor(before).shape) != 4:
+        return None
+    args = (Of(before, 0), Of(before, 1), Of(before, 2), Of(node, 1), Of(node, 2), precision(node).compute == "float32")
+    return Fused(_run_norm_rope, args, (node,))
+
+
+def _run_norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, wide: bool) -> list[Tensor]:
+    return [rope.norm_rope(x, weight, eps, cos, sin, wide=wide)]
+
+
+def _norm_rope_backward(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
+    """rope_backward, rms_norm_backward and its gradients."""
+    before, node = _one(members, ops.rope_backward), _one(members, ops.rms_norm_backward)
+    parts = _getitems(members, node) if node else {}
+    if not before or not node or not parts or len(members) != 2 + len(parts) or len(tensor(before).shape) != 4:
+        return None
+    args = (
+        Of(before, 0), Of(node, 1), Of(node, 2), Of(node, 3), Of(before, 1), Of(before, 2),
+        precision(before).compute == "float32", list(parts),
+    )  # fmt: skip
+    return Fused(_run_norm_rope_backward, args, tuple(parts.values()))
+
+
+def _run_norm_rope_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, wide: bool, parts: list[int]
+) -> list[Tensor]:
+    grads = rope.norm_rope_backward(dy, x, weight, eps, cos, sin, wide=wide)
+    return [grads[i] for i in parts]
+
+
+def _norm_backward_add(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
+    """rms_norm_backward, its gradients, the sum with the residual's gradient."""
+    node, add = _one(members, ops.rms_norm_backward), _one(members, ops.add)
+    parts = _getitems(members, node) if node else {}
+    dx = parts.get(0)
+    if not node or not add or dx is None or dx in escaping or len(members) != 2 + len(parts) or dx not in add.args:
+        return None
+    if add.args[0] is add.args[1]:
+        return None
+    other = Of(add, 1 if add.args[0] is dx else 0)
+    weight = [parts[1]] if 1 in parts else []
+    args = (Of(node, 0), Of(node, 1), Of(node, 2), Of(node, 3), other, bool(weight))
+    return Fused(_run_norm_backward_add, args, (add, *weight))
+
+
+def _run_norm_backward_add(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor, both: bool
+) -> list[Tensor]:
+    dx, dweight = norm.rms_norm_backward(dy, x, weight, eps, residual)
+    return [dx, dweight] if both else [dx]
+
+
+def _quantize_parts(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
+    """Quantisers of one value, or of the output gradients of a projection group: the same formats of each."""
+    if any(n.target is not ops.quantize for n in members):
+        return None
+    sources = list(dict.fromkeys(n.args[0] for n in members))
+    found = [_quantizers(members, s) for s in sources]  # type: ignore[arg-type]
+    first = found[0]
+    if not first or any(not f or _formats(f) != _formats(first) for f in found):
+        return None
+    first_of = {s: next(n for n in members if n.args[0] is s) for s in sources}
+    places = [(g, i) for i, f in enumerate(found) for g in f or ()]
+    outputs = tuple(n for f in found for n in (f or {}).values())
+    return Fused(_run_quantize_parts, ([Of(first_of[s], 0) for s in sources], *_formats(first), places), outputs)
+
+
+def _run_quantize_parts(
+    parts: list[Tensor], rows: Format | None, tokens: Format | None, places: list[tuple[str, int]]
+) -> list[QTensor]:
+    """The parts side by side, each padded to whole blocks, quantised at once: slices of the columns of one tensor."""
+    flat = [p.reshape(-1, p.shape[-1]) for p in parts]
+    whole = parts[0] if len(parts) == 1 else torch.cat([pad_columns(p) for p in flat], dim=1)
+    made: dict[str, QTensor] = {}
+    if rows and tokens:
+        made[_ROWS], made[_TOKENS] = quantize.quantize_both(whole, rows, tokens)
+    elif rows:
+        made[_ROWS] = quantize.quantize_rows(whole, rows)
+    elif tokens:
+        made[_TOKENS] = quantize.quantize_tokens(whole, tokens)
+    if len(parts) == 1:
+        return [made[name] for name, _ in places]
+    widths = [p.shape[1] for p in flat]
+    starts = [sum(-(-w // 128) * 128 for w in widths[:i]) for i in range(len(widths))]
+    return [_columns(made[name], starts[i], parts[i]) for name, i in places]
+
+
+def _columns(q: QTensor, start: int, part: Tensor) -> QTensor:
+    """The columns of ``q`` that hold ``part``."""
+    step, width = q.format.block[1], part.shape[-1]
+    stop = start + -(-width // step) * step
+    return QTensor(q.codes[:, start:stop], q.scales[:, start // step : stop // step], part.shape, q.format)
+
+
+register_fusion(
+    Fusion("norm", "triton", _norm_quantize),
+    Fusion("gated", "triton", _gated_quantize),
+    Fusion("gated_backward", "triton", _gated_backward),
+    Fusion("rotated", "triton", _norm_rope),
+    Fusion("rotated_backward", "triton", _norm_rope_backward),
+    Fusion("norm_backward", "triton", _norm_backward_add),
+    Fusion("quantisers", "triton", _quantize_parts),
+)

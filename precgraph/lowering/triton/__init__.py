@@ -1,0 +1,17 @@
+"""Triton kernels around the GEMMs, for Hopper (compute capability 9.0) or newer.
+
+Importing this package needs triton; nothing else in precgraph imports it before a Triton kernel is asked for. One
+module a kernel family, device functions in :mod:`~precgraph.lowering.triton.primitives`, buffers in
+:mod:`~precgraph.lowering.triton.layouts`. Launch parameters depend on the shapes of weights, never on the number of
+tokens.
+"""
+
+import importlib.util
+
+from precgraph.errors import LoweringError
+
+if importlib.util.find_spec("triton") is None:
+    raise LoweringError(
+        "the Triton kernels need the package triton, which is not installed",
+        remedy="install a CUDA build of torch, which brings it, or compile with backend='reference'",
+    )

@@ -1,0 +1,390 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+"""RMSNorm, with the residual sum before it and the quantisers after it; forward and backward.
+
+Bits are those of :mod:`precgraph.lowering.reference.elementwise`, whose sums have a fixed order (pieces of 512 added
+in order, then halves). A row lives in the registers of one program. Operands and results are bf16, sums fp32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from precgraph.errors import InputError, LoweringError
+from precgraph.formats import Format, QTensor
+from precgraph.lowering.reference.reductions import PIECE
+from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, require_bf16
+from precgraph.lowering.triton.primitives import (
+    EXACT,
+    GROUP,
+    bf16,
+    ceil_div,
+    halving_sum,
+    quantise,
+    require,
+    rule,
+    source,
+    store_rows,
+    store_tokens,
+)
+
+_MAX_WIDTH = 16384  # a row has to fit the registers of one program
+_ROWS_A_PROGRAM = 16  # of the backward: how many rows one partial sum of dweight covers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Normed:
+    """What :func:`fused_norm` made of ``x [..., C]``; None where it was not asked for.
+
+    ``sum`` is ``x + residual`` in bf16 (None without a residual); ``normed``, ``rows`` and ``tokens`` are the norm's
+    value and its quantised forms.
+    """
+
+    sum: Tensor | None
+    normed: Tensor | None
+    rows: QTensor | None
+    tokens: QTensor | None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``weight * bf16(x / sqrt(mean(x²) + eps))`` of ``x [..., C]``."""
+    normed = fused_norm(x, None, weight, eps).normed
+    assert normed is not None
+    return normed
+
+
+def fused_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    rows_fmt: Format | None = None,
+    tokens_fmt: Format | None = None,
+    want_normed: bool = True,
+) -> Normed:
+    """``rms_norm(x + residual)``, its value optional, quantised along rows, tokens or both.
+
+    One kernel, unless tokens are asked for: their groups span 128 rows, so a second kernel normalises the sum again,
+    last rows first, which the first kernel has just written.
+    """
+    operands = {"x": x, "residual": residual, "weight": weight}
+    _check(operands, x, weight)
+    rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
+    if residual is not None and residual.shape != x.shape:
+        raise InputError(f"x is {list(x.shape)}, its residual {list(residual.shape)}")
+    flat, other = flatten(x), None if residual is None else flatten(residual)
+    T, C = flat.shape
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else None
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_normed else None
+    rows = new_rows(x.shape, rows_fmt, x.device)[0] if rows_fmt is not None else None
+    tokens = new_tokens(x.shape, tokens_fmt, x.device)[0] if tokens_fmt is not None else None
+    scale = torch.empty(T, dtype=torch.float32, device=x.device) if tokens is not None else None
+    height, warps = _height(C)
+    _rows_kernel[(ceil_div(T, height),)](
+        flat,
+        other,
+        weight,
+        total,
+        normed if tokens is None else None,
+        scale,
+        rows.codes if rows is not None and tokens is None else None,
+        rows.scales if rows is not None and tokens is None else None,
+        T,
+        flat.stride(0),
+        0 if other is None else other.stride(0),
+        eps,
+        C,
+        _piece(C),
+        height,
+        source(rows_fmt, tokens_fmt),
+        rows_rule if tokens is None else None,
+        num_warps=warps,
+        **EXACT,
+    )
+    if tokens is not None:
+        summed = flat if total is None else flatten(total)
+        _tiles_kernel[(ceil_div(T, GROUP) * ceil_div(C, GROUP),)](
+            summed,
+            weight,
+            scale,
+            normed,
+            rows and rows.codes,
+            rows and rows.scales,
+            tokens.codes,
+            tokens.scales,
+            T,
+            summed.stride(0),
+            C,
+            source(rows_fmt, tokens_fmt),
+            rows_rule,
+            tokens_rule,
+            num_warps=8,
+            **EXACT,
+        )
+    return Normed(total, normed, rows, tokens)
+
+
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(dx, dweight)`` of :func:`rms_norm`; the reciprocal root mean square is computed again from ``x``.
+
+    ``residual_grad``, the gradient that reaches the norm's input beside the norm, is added to the rounded dx. dweight
+    is summed over tokens in fp32, 16 rows at a time and then those sums in order: the same bits in every run, not those
+    of torch's own sum.
+    """
+    operands = {"dy": dy, "x": x, "weight": weight, "residual_grad": residual_grad}
+    _check(operands, x, weight)
+    grad, flat = flatten(dy), flatten(x)
+    other = None if residual_grad is None else flatten(residual_grad)
+    T, C = flat.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    programs = ceil_div(T, _ROWS_A_PROGRAM)
+    partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)
+    _backward_kernel[(programs,)](
+        grad,
+        flat,
+        other,
+        weight,
+        dx,
+        partial,
+        T,
+        grad.stride(0),
+        flat.stride(0),
+        0 if other is None else other.stride(0),
+        eps,
+        C,
+        _piece(C),
+        _ROWS_A_PROGRAM,
+        num_warps=4 if C <= 4096 else 8,
+        **EXACT,
+    )
+    return dx, sum_rows(partial).to(weight.dtype)
+
+
+def sum_rows(partial: Tensor) -> Tensor:
+    """fp32 ``[R, C] -> [C]``, in an order that depends on R and C alone."""
+    R, C = partial.shape
+    out = torch.empty(C, dtype=torch.float32, device=partial.device)
+    _sum_rows_kernel[(ceil_div(C, 32),)](partial, out, R, C, num_warps=4, **EXACT)
+    return out
+
+
+def _check(operands: dict[str, Tensor | None], x: Tensor, weight: Tensor) -> None:
+    require(*operands.values())
+    require_bf16(**operands)
+    if weight.shape != x.shape[-1:] or not weight.is_contiguous():
+        raise InputError(f"the weight of a norm over {x.shape[-1]} channels is {list(weight.shape)}")
+    if x.shape[-1] > _MAX_WIDTH:
+        raise LoweringError(
+            f"a norm over {x.shape[-1]} channels does not fit one program; the kernel takes {_MAX_WIDTH}",
+            remedy="compile with backend='reference'",
+        )
+
+
+def _piece(C: int) -> int:
+    """Width of a piece of the ordered sum, never narrower than a quantiser's group: zeros do not change a sum."""
+    return max(GROUP, min(PIECE, 1 << (C - 1).bit_length()))
+
+
+def _height(C: int) -> tuple[int, int]:
+    """Rows and warps of a program of the forward, from the width alone."""
+    return (2, 4) if C <= 4096 else (1, 8)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _rows_kernel(
+    x,
+    residual,
+    weight,
+    total,
+    normed,
+    scale,
+    codes,
+    scales,
+    T,
+    x_stride,
+    residual_stride,
+    eps,
+    C: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    SOURCE: tl.constexpr,
+    RULE: tl.constexpr,
+):
+    """``ROWS`` whole rows: the sum, then what is made of it, without reading it again."""
+    pieces: tl.constexpr = (C + PIECE - 1) // PIECE
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    at = rows[:, None].to(tl.int64)
+    lane = tl.arange(0, PIECE)
+    values = ()
+    squares = tl.zeros([ROWS, PIECE], tl.float32)
+    for p in tl.static_range(pieces):
+        cols = p * PIECE + lane[None, :]
+        inside = (rows[:, None] < T) & (cols < C)
+        value = tl.load(x + at * x_stride + cols, mask=inside, other=0.0)
+        if residual is not None:
+            other = tl.load(residual + at * residual_stride + cols, mask=inside, other=0.0)
+            value = (value.to(tl.float32) + other.to(tl.float32)).to(tl.bfloat16)
+            tl.store(total + at * C + cols, value, mask=inside)
+        values = values + (value,)  # noqa: RUF005 - a tuple of the kernel language
+        wide = value.to(tl.float32)
+        squares = squares + wide * wide
+    root = reciprocal_root(halving_sum(squares), eps, C)
+    if scale is not None:
+        tl.store(scale + rows, root, mask=rows < T)
+    if normed is not None or RULE is not None:
+        for p in tl.static_range(pieces):
+            # One address a value: a weight loaded once for all rows would have another layout, and cost a barrier.
+            cols = tl.broadcast_to(p * PIECE + lane[None, :], [ROWS, PIECE])
+            y = _weighted(values[p], root[:, None], tl.load(weight + cols, mask=cols < C, other=0.0))
+            if normed is not None:
+                tl.store(normed + at * C + cols, y, mask=(rows[:, None] < T) & (cols < C))
+            if RULE is not None:
+                _store_groups(y.to(SOURCE), codes, scales, rows, cols, p * (PIECE // 128), T, C, RULE)
+
+
+@triton.jit
+def reciprocal_root(squares, eps, C: tl.constexpr):
+    """``1 / sqrt(squares / C + eps)``, each operation rounded."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, tl.full(squares.shape, C, tl.float32)) + eps))
+
+
+@triton.jit
+def _weighted(value, root, weight):
+    """``weight * bf16(value * root)`` in bf16."""
+    return (bf16(value.to(tl.float32) * root) * weight.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _store_groups(y, codes, scales, rows, cols, group, T, C: tl.constexpr, RULE: tl.constexpr):
+    """Quantise a piece ``[R, P]`` of rows, its groups from ``group`` on."""
+    R: tl.constexpr = y.shape[0]
+    G: tl.constexpr = y.shape[1] // 128
+    groups: tl.constexpr = (C + 127) // 128
+    quantised, scale = quantise(tl.reshape(y, [R, G, 128]), 2, RULE, codes.dtype.element_ty)
+    at = codes + rows[:, None].to(tl.int64) * (groups * 128) + cols
+    tl.store(at, tl.reshape(quantised, [R, G * 128]), mask=(rows[:, None] < T) & (cols < groups * 128))
+    which = group + tl.arange(0, G)[None, :]
+    aligned = ((T + 3) // 4) * 4
+    inside = (rows[:, None] < T) & (which < groups)
+    tl.store(scales + which.to(tl.int64) * aligned + rows[:, None], scale, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _tiles_kernel(
+    x,
+    weight,
+    scale,
+    normed,
+    rows_codes,
+    rows_scales,
+    tokens_codes,
+    tokens_scales,
+    T,
+    stride,
+    C: tl.constexpr,
+    SOURCE: tl.constexpr,
+    ROWS_RULE: tl.constexpr,
+    TOKENS_RULE: tl.constexpr,
+):
+    """One tile ``[128, 128]`` of the normalised rows, last tile first."""
+    columns: tl.constexpr = (C + 127) // 128
+    EVEN: tl.constexpr = C % 128 == 0
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = (tile // columns) * 128
+    col = (tile % columns) * 128
+    rows = row + tl.arange(0, 128)
+    cols = col + tl.arange(0, 128)
+    inside = rows[:, None] < T
+    if not EVEN:
+        inside = inside & (cols[None, :] < C)
+    value = tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0)
+    root = tl.load(scale + rows, mask=rows < T, other=0.0)
+    gain = tl.load(weight + cols, mask=cols < C, other=0.0)
+    y = _weighted(value, root[:, None], gain[None, :])
+    if normed is not None:
+        tl.store(normed + rows[:, None].to(tl.int64) * C + cols[None, :], y, mask=inside)
+    y = y.to(SOURCE)
+    if ROWS_RULE is not None:
+        store_rows(y, rows_codes, rows_scales, row, col, T, columns * 128, ROWS_RULE)
+    store_tokens(y, tokens_codes, tokens_scales, row, col, T, C, C, TOKENS_RULE, EVEN)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _backward_kernel(
+    dy,
+    x,
+    residual,
+    weight,
+    dx,
+    partial,
+    T,
+    dy_stride,
+    x_stride,
+    residual_stride,
+    eps,
+    C: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """``ROWS`` rows, one at a time, and their sum of ``dy * x̂``."""
+    pieces: tl.constexpr = (C + PIECE - 1) // PIECE
+    lane = tl.arange(0, PIECE)[None, :]
+    sums = ()
+    for _ in tl.static_range(pieces):
+        sums = sums + (tl.zeros([1, PIECE], tl.float32),)  # noqa: RUF005
+    for i in range(ROWS):
+        row = tl.program_id(0) * ROWS + i
+        at = row.to(tl.int64)
+        values = ()
+        grads = ()
+        squares = tl.zeros([1, PIECE], tl.float32)
+        for p in tl.static_range(pieces):
+            cols = p * PIECE + lane
+            inside = (row < T) & (cols < C)
+            value = tl.load(x + at * x_stride + cols, mask=inside, other=0.0)
+            values = values + (value,)  # noqa: RUF005
+            grads = grads + (tl.load(dy + at * dy_stride + cols, mask=inside, other=0.0),)  # noqa: RUF005
+            squares = squares + value.to(tl.float32) * value.to(tl.float32)
+        root = reciprocal_root(halving_sum(squares), eps, C)[:, None]
+        products = tl.zeros([1, PIECE], tl.float32)
+        next_sums = ()
+        for p in tl.static_range(pieces):
+            cols = p * PIECE + lane
+            normed = values[p].to(tl.float32) * root
+            grad = grads[p].to(tl.float32)
+            next_sums = next_sums + (sums[p] + grad * bf16(normed),)  # noqa: RUF005
+            products = products + bf16(grad * tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)) * normed
+        sums = next_sums
+        mean = tl.div_rn(halving_sum(products), tl.full([1], C, tl.float32))[:, None]
+        for p in tl.static_range(pieces):
+            cols = p * PIECE + lane
+            inside = (row < T) & (cols < C)
+            normed = values[p].to(tl.float32) * root
+            gain = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
+            into = (root * (bf16(grads[p].to(tl.float32) * gain) - normed * mean)).to(tl.bfloat16)
+            if residual is not None:
+                other = tl.load(residual + at * residual_stride + cols, mask=inside, other=0.0)
+                into = (into.to(tl.float32) + other.to(tl.float32)).to(tl.bfloat16)
+            tl.store(dx + at * C + cols, into, mask=inside)
+    for p in tl.static_range(pieces):
+        cols = p * PIECE + lane
+        tl.store(partial + tl.program_id(0).to(tl.int64) * C + cols, sums[p], mask=cols < C)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _sum_rows_kernel(x, out, R, C: tl.constexpr):
+    """32 columns: 128 rows at a time, in order, then those 128 sums by halves."""
+    cols = tl.program_id(0) * 32 + tl.arange(0, 32)
+    rows = tl.arange(0, 128)
+    total = tl.zeros([128, 32], tl.float32)
+    for start in range(0, R, 128):
+        inside = (start + rows[:, None] < R) & (cols[None, :] < C)
+        total += tl.load(x + (start + rows)[:, None].to(tl.int64) * C + cols[None, :], mask=inside, other=0.0)
+    tl.store(out + cols, halving_sum(tl.trans(total)), mask=cols < C)

@@ -1,0 +1,277 @@
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
+"""Device functions: the numerics of every Triton kernel, in one place.
+
+Each is bit for bit what :mod:`precgraph.formats` and :mod:`precgraph.lowering.reference` compute on the same device:
+
+- Nothing is contracted to an FMA and nothing flushes subnormals: every launch passes :data:`EXACT`.
+- ``/`` is not IEEE division in Triton: `tl.div_rn`, `tl.sqrt_rn`, and libdevice's ``exp``, ``erf`` and ``log``, which
+  are the functions that torch's CUDA kernels call.
+- A largest magnitude is taken on the bits, as integers, in which NaN is larger than infinity and is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from precgraph.errors import LoweringError
+from precgraph.formats import Format
+
+EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
+"""Launch options that every kernel needs to give the reference's bits."""
+
+GROUP = 128
+"""Values that share a scale, along one or both axes: the only granularity that the kernels implement."""
+
+_FLOOR = 1e-20  # below it, the remainder of a division could be subnormal
+_TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+Rule = tuple[float, int, bool, bool, bool, bool]
+"""What of a format the kernels compile in: max, bits of the amax floor, and whether the scale multiplies by 1/max, is
+rounded up to a power of two, divides by its reciprocal, and needs a second refinement of the quotient."""
+
+
+def rule(fmt: Format | None, granularity: str) -> Rule | None:
+    """The compile-time form of ``fmt``, or None for None. `LoweringError`: a format that the kernels do not compute."""
+    if fmt is None:
+        return None
+    if fmt.granularity != granularity or fmt.amax_floor < _FLOOR:
+        raise LoweringError(
+            f"the Triton quantisers compute {granularity} with an amax floor of at least {_FLOOR}, not {fmt}",
+            remedy="change the recipe's format, or compile with backend='reference'",
+        )
+    floor = struct.unpack("<i", struct.pack("<f", fmt.amax_floor))[0]
+    wide = fmt.source == "float32"
+    return fmt.max, floor, fmt.scale_rule != "amax/max", fmt.scale_dtype == "ue8m0", fmt.divide != "true", wide
+
+
+def source(*formats: Format | None) -> tl.dtype:
+    """The dtype that a value is rounded to before it is quantised; one kernel has one."""
+    names = {fmt.source for fmt in formats if fmt is not None} or {"bfloat16"}
+    if len(names) != 1:
+        raise LoweringError(f"one kernel cannot round its input to {' and '.join(sorted(names))}")
+    return _TL[getattr(torch, names.pop())]
+
+
+def require(*tensors: Tensor | None) -> None:
+    """`LoweringError`, naming the requirement, unless all tensors are on one device that the kernels run on."""
+    devices = {t.device for t in tensors if t is not None}
+    if len(devices) != 1:
+        raise LoweringError(f"operands are on {len(devices)} devices", remedy="move them to one CUDA device")
+    _require_device(devices.pop())
+
+
+@functools.cache
+def _require_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise LoweringError(
+            f"the Triton kernels run on CUDA devices, not on {device}", remedy="compile with backend='reference'"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (9, 0):
+        raise LoweringError(
+            f"the Triton kernels need FP8 tensor cores (compute capability 9.0, Hopper); "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}",
+            remedy="run on an H100 or newer, or compile with backend='reference'",
+        )
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# ------------------------------------------------------------------------------------------ quantiser
+
+
+@triton.jit
+def negative(x):
+    """``-x``, of zeros too: Triton's own unary minus subtracts from +0. It folds into the next FMA's operand."""
+    return x * -1.0
+
+
+@triton.jit
+def magnitude(x):
+    """Bits of ``|x|`` as int32: ordered like the values, NaN last."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def refine(quotient, x, divisor, inverse):
+    """One step of Markstein's division: add the exact remainder times the reciprocal. A quotient of -0 stays -0."""
+    return tl.fma(negative(tl.fma(quotient, divisor, negative(x))), inverse, quotient)
+
+
+@triton.jit
+def reciprocal(x):
+    """IEEE ``1 / x`` without branches, for ``2**-126 <= x <= 2**126``."""
+    rough = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    return tl.fma(negative(tl.fma(x, rough, -1.0)), rough, rough)
+
+
+@triton.jit
+def scale_of(amax, RULE: tl.constexpr):
+    """``(scale, 1 / scale)`` fp32 from the bits of the largest magnitude of each block."""
+    bits = tl.maximum(amax, RULE[1])
+    largest = bits.to(tl.float32, bitcast=True)
+    scale = largest * (1.0 / RULE[0])
+    if not RULE[2]:
+        scale = refine(scale, largest, RULE[0], 1.0 / RULE[0])
+    if RULE[3]:
+        mantissa = scale.to(tl.int32, bitcast=True) + 0x007FFFFF  # any mantissa bit carries into the exponent
+        scale = (mantissa & 0x7F800000).to(tl.float32, bitcast=True)
+    scale = tl.where(bits < 0x7F800000, scale, largest)
+    return scale, reciprocal(scale)
+
+
+@triton.jit
+def encode(x, scale, inverse, RULE: tl.constexpr, dtype: tl.constexpr):
+    """FP8 codes of fp32 ``x``: ``x / scale`` rounded to nearest even, saturated.
+
+    The quotient comes from the correctly rounded reciprocal and its exact remainder: one step gives IEEE division's
+    bits for every bf16 and fp16 mantissa over every fp32 scale mantissa, two for any fp32 value. The cast itself
+    saturates at the largest value.
+    """
+    quotient = x * inverse
+    if not (RULE[3] or RULE[4]):  # by a power of two, and by the reciprocal, the product is the result
+        quotient = refine(quotient, x, scale, inverse)
+        if RULE[5]:
+            quotient = refine(quotient, x, scale, inverse)
+    return quotient.to(dtype)
+
+
+@triton.jit
+def quantise(x, axis: tl.constexpr, RULE: tl.constexpr, dtype: tl.constexpr):
+    """``(codes, scales)`` of ``x``, in its source dtype, in groups that span ``axis``."""
+    wide = x.to(tl.float32)
+    scale, inverse = scale_of(tl.max(magnitude(wide), axis), RULE)
+    codes = encode(wide, tl.expand_dims(scale, axis), tl.expand_dims(inverse, axis), RULE, dtype)
+    return codes, scale
+
+
+@triton.jit
+def store_rows(x, codes, scales, row, col, T, stride, RULE: tl.constexpr):
+    """Quantise a tile ``[R, 128]`` at ``(row, col)`` in groups along the row; ``scales [col/128, T up to 4]``."""
+    quantised, scale = quantise(x, 1, RULE, codes.dtype.element_ty)
+    rows = row + tl.arange(0, x.shape[0])
+    cols = col + tl.arange(0, 128)
+    inside = rows < T
+    tl.store(codes + rows[:, None].to(tl.int64) * stride + cols[None, :], quantised, mask=inside[:, None])
+    aligned = ((T + 3) // 4) * 4
+    tl.store(scales + (col // 128).to(tl.int64) * aligned + rows, scale, mask=inside)
+
+
+@triton.jit
+def store_tokens(x, codes, scales, row, col, T, K, stride, RULE: tl.constexpr, EVEN: tl.constexpr):
+    """Quantise a tile ``[128, C]`` at ``(row, col)`` in groups along tokens; ``codes [K, T up to 128]``.
+
+    ``scales [T/128, K]``, rows ``stride`` apart. The values are transposed before they become bytes, which only the
+    16-bit shared memory instructions do well.
+    """
+    quantised, scale = quantise(tl.trans(x), 1, RULE, codes.dtype.element_ty)
+    rows = row + tl.arange(0, 128)
+    cols = col + tl.arange(0, x.shape[1])
+    padded = ((T + 127) // 128) * 128
+    at = codes + cols[:, None].to(tl.int64) * padded + rows[None, :]
+    block = scales + (row // 128).to(tl.int64) * stride + cols
+    if EVEN:
+        tl.store(at, quantised)
+        tl.store(block, scale)
+    else:
+        tl.store(at, quantised, mask=cols[:, None] < K)
+        tl.store(block, scale, mask=cols < K)
+
+
+# ------------------------------------------------------------------------------------------ sums
+
+
+@triton.jit
+def halving_sum(x):
+    """``[R, N] -> [R]``: the halves of each row are added until one number is left (N a power of two).
+
+    Every step adds exactly two numbers, so the order does not depend on how a tile lies in registers.
+    """
+    R: tl.constexpr = x.shape[0]
+    if x.shape[1] == 1:
+        return tl.reshape(x, [R])
+    else:
+        return halving_sum(tl.sum(tl.reshape(x, [R, 2, x.shape[1] // 2]), 1))
+
+
+# ------------------------------------------------------------------------------------------ elementwise
+
+
+@triton.jit
+def bf16(x):
+    """fp32 rounded to bf16 and widened again: a cast point."""
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def exp(x):
+    return libdevice.exp(x)
+
+
+@triton.jit
+def log(x):
+    return libdevice.log(x)
+
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_GELU_TANH = tl.constexpr(0.7978845608028654)
+_CUBIC = tl.constexpr(0.044715)
+_CUBIC_SLOPE = tl.constexpr(3 * 0.044715)
+
+
+@triton.jit
+def activation_value(x, NAME: tl.constexpr):
+    """``act(x)`` in fp32, for every finite bf16 ``x``; an infinite one gives a non-finite value."""
+    if NAME == "silu":
+        quarter, inverse = _silu_quarter(x)
+        quotient = refine(x * inverse, x, quarter, inverse) * 0.25
+        return tl.where(x < _UNDERFLOW, x * 0.0, quotient)
+    elif NAME == "gelu":
+        return x * (0.5 * (1.0 + libdevice.erf(x * _SQRT_HALF)))
+    else:
+        tl.static_assert(NAME == "gelu_tanh")
+        return 0.5 * x * (1.0 + _gelu_tanh(x))
+
+
+@triton.jit
+def activation_slope(x, NAME: tl.constexpr):
+    """``act'(x)`` in fp32, for every finite bf16 ``x``."""
+    if NAME == "silu":
+        _, inverse = _silu_quarter(x)
+        sigmoid = tl.where(x < _UNDERFLOW, 0.0, inverse * 0.25)
+        return sigmoid * (1.0 + x * (1.0 - sigmoid))
+    elif NAME == "gelu":
+        cdf = 0.5 * (1.0 + libdevice.erf(x * _SQRT_HALF))
+        return cdf + x * (_INV_SQRT_2PI * exp(-0.5 * (x * x)))
+    else:
+        tl.static_assert(NAME == "gelu_tanh")
+        tanh = _gelu_tanh(x)
+        slope = _GELU_TANH * (1.0 + _CUBIC_SLOPE * (x * x))
+        return 0.5 * (1.0 + tanh) + 0.5 * x * ((1.0 - tanh * tanh) * slope)
+
+
+_UNDERFLOW = tl.constexpr(-88.75)  # exp(-x) is infinite for the next bf16 below
+
+
+@triton.jit
+def _silu_quarter(x):
+    """``(1 + exp(-x)) / 4`` and its reciprocal: a quarter, because the reciprocal of the whole can be subnormal."""
+    quarter = tl.fma(exp(negative(x)), 0.25, 0.25)
+    return quarter, reciprocal(quarter)
+
+
+@triton.jit
+def _gelu_tanh(x):
+    inner = _GELU_TANH * (x + _CUBIC * (x * x * x))
+    return 1.0 - reciprocal(tl.minimum(exp(2.0 * inner) + 1.0, 1e37)) * 2.0  # beyond 1e37 the 1 absorbs it

@@ -1,0 +1,66 @@
+"""Gated units against the reference on the same device, for every bf16 gate, and their quantisers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from precgraph.lowering.reference import elementwise
+from precgraph.lowering.triton import gated
+from tests.gpu.same import ROWS, TOKENS, assert_quantized, awkward, same_bits
+
+pytestmark = pytest.mark.gpu
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+COUNTS = (1, 7, 129, 1000)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_gate(activation: str) -> None:
+    gate = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(torch.bfloat16).view(512, 128)
+    gate = torch.where(gate.isfinite(), gate, 0.5)
+    up, dy = awkward(512, 128, seed=1), awkward(512, 128, seed=2)
+    assert same_bits(gated.gated(gate, up, activation), elementwise.gated(gate, up, activation))
+    mine, right = gated.gated_backward(dy, gate, up, activation), elementwise.gated_backward(dy, gate, up, activation)
+    assert same_bits(mine[0], right[0]) and same_bits(mine[1], right[1])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("width", [384, 1408])
+def test_fused_with_the_quantisers_on_column_slices(activation: str, width: int) -> None:
+    for count in COUNTS:
+        gate, up = torch.randn(1, count, 2 * width, device="cuda").bfloat16().split(width, dim=-1)
+        dy = torch.randn(1, count, width, device="cuda").bfloat16() * 1e-3
+        value = elementwise.gated(gate, up, activation)
+        made = gated.fused_gated(gate, up, activation, rows_fmt=ROWS)
+        assert made.rows is not None and made.value is None
+        assert_quantized(made.rows, value, ROWS)
+        made = gated.fused_gated(gate, up, activation, rows_fmt=ROWS, tokens_fmt=TOKENS, want_value=True)
+        assert made.rows is not None and made.tokens is not None and made.value is not None
+        assert same_bits(made.value, value)
+        assert_quantized(made.rows, value, ROWS)
+        assert_quantized(made.tokens, value, TOKENS)
+
+        right = elementwise.gated_backward(dy, gate, up, activation)
+        grads = gated.fused_gated_backward(dy, gate, up, activation, rows_fmt=ROWS, tokens_fmt=TOKENS)
+        assert grads.rows is not None and grads.tokens is not None and grads.dgate is None
+        for i, grad in enumerate(right):
+            assert_quantized(grads.rows[i], grad, ROWS)
+            assert_quantized(grads.tokens[i], grad, TOKENS)
+        both = torch.cat(right, dim=-1)
+        assert_quantized(grads.rows[2], both, ROWS)
+        assert_quantized(grads.tokens[2], both, TOKENS)
+
+
+def test_a_width_that_is_not_whole_blocks() -> None:
+    gate, up = awkward(1, 100, 300, seed=1), awkward(1, 100, 300, seed=2)
+    value = elementwise.gated(gate, up, "silu")
+    made = gated.fused_gated(gate, up, "silu", rows_fmt=ROWS, tokens_fmt=TOKENS)
+    assert made.rows is not None and made.tokens is not None
+    assert_quantized(made.rows, value, ROWS)
+    assert_quantized(made.tokens, value, TOKENS)
+    grads = gated.fused_gated_backward(up, gate, up, "silu", rows_fmt=ROWS)
+    assert grads.rows is not None
+    for i, grad in enumerate(elementwise.gated_backward(up, gate, up, "silu")):
+        assert_quantized(grads.rows[i], grad, ROWS)

@@ -1,0 +1,107 @@
+"""Log-probabilities against their rule in torch on the same device, and against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+pytest.importorskip("triton")
+from precgraph.lowering.reference.reductions import ordered_sum
+from precgraph.lowering.triton import logprobs as lp
+from tests.gpu.same import same_bits
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARIES = (151936, 50257, 100)
+
+
+def rule(logits: Tensor, ids: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The rule blocks4096, written with torch: (chosen, entropy, maximum, log of the sum)."""
+    z = logits if temperature is None else logits / temperature[:, None]
+    blocks = F.pad(z, (0, -z.shape[1] % lp.BLOCK), value=float("-inf")).unflatten(1, (-1, lp.BLOCK))
+    maxima = blocks.amax(-1)
+    shift = torch.where(maxima == float("-inf"), 0.0, maxima)
+    moved = blocks - shift[..., None]
+    e = moved.exp()
+    sums = ordered_sum(e)[..., 0]
+    weighted = ordered_sum(torch.where(e == 0, 0.0, e * moved))[..., 0]
+    maximum = maxima.amax(-1)
+    factor = (maxima - maximum[:, None]).exp()
+    total = ordered_sum(sums * factor)[:, 0]
+    offset = torch.where(sums == 0, 0.0, sums * (maxima - maximum[:, None]))
+    mean = ordered_sum(factor * (weighted + offset))[:, 0] / total
+    chosen = z.gather(1, ids[:, None])[:, 0] - maximum - total.log()
+    return chosen, total.log() - mean, maximum, total.log()
+
+
+def inputs(count: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    logits = 4 * torch.randn(count, vocabulary, device="cuda")
+    logits[0, : vocabulary // 2] = float("-inf")
+    ids = torch.randint(vocabulary // 2, vocabulary, (count,), device="cuda")
+    return logits, ids, 0.5 + torch.rand(count, device="cuda")
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("tempered", [False, True])
+def test_forward_and_backward(vocabulary: int, tempered: bool) -> None:
+    for count in (1, 7, 129):
+        logits, ids, divisor = inputs(count, vocabulary)
+        temperature = divisor if tempered else None
+        chosen, entropy, maximum, log_total = rule(logits, ids, temperature)
+        mine = lp.logprobs(logits, ids, temperature, entropy=True)
+        assert mine.entropy is not None
+        assert same_bits(mine.normalizer, torch.stack((maximum, log_total)))
+        assert same_bits(mine.chosen, chosen) and same_bits(mine.entropy, entropy)
+        assert same_bits(lp.logprobs(logits, ids, temperature).chosen, chosen)
+
+        z = logits if temperature is None else logits / temperature[:, None]
+        p = (z - maximum[:, None] - log_total[:, None]).exp()
+        logp = z - maximum[:, None] - log_total[:, None]
+        grad, entropy_grad = torch.randn(2, count, device="cuda")
+        one_hot = F.one_hot(ids, vocabulary).float()
+        right = grad[:, None] * (one_hot - p)
+        both = right - entropy_grad[:, None] * torch.where(p == 0, 0.0, p * (logp + entropy[:, None]))
+        if temperature is not None:
+            right, both = right / temperature[:, None], both / temperature[:, None]
+        assert same_bits(lp.logprobs_backward(grad, logits, ids, mine.normalizer, temperature), right.bfloat16())
+        made = lp.logprobs_backward(
+            grad, logits, ids, mine.normalizer, temperature, entropy=mine.entropy, entropy_grad=entropy_grad
+        )
+        assert same_bits(made, both.bfloat16())
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_close_to_float64_and_independent_of_the_other_rows(vocabulary: int) -> None:
+    logits, ids, divisor = inputs(129, vocabulary)
+    mine = lp.logprobs(logits, ids, divisor, entropy=True)
+    exact = torch.log_softmax(logits.double() / divisor.double()[:, None], -1)
+    assert (mine.chosen - exact.gather(1, ids[:, None])[:, 0]).abs().max() < 1e-5
+    right = -torch.where(exact == float("-inf"), 0.0, exact.exp() * exact).sum(-1)
+    assert mine.entropy is not None and (mine.entropy - right).abs().max() < 1e-4
+    some = torch.tensor([0, 5, 128], device="cuda")
+    assert same_bits(lp.logprobs(logits[some], ids[some], divisor[some]).chosen, mine.chosen[some])
+
+
+def test_gradient_equals_autograd_of_float64() -> None:
+    logits, ids, _ = inputs(8, 50257)
+    wide = logits[1:].double().requires_grad_()
+    ids = ids[1:].contiguous()
+    logp = torch.log_softmax(wide / 0.7, -1)
+    chosen, entropy = logp.gather(1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+    grad, entropy_grad = torch.randn(2, 7, device="cuda")
+    (chosen * grad + entropy * entropy_grad).sum().backward()
+    mine = lp.logprobs(logits[1:], ids, 0.7, entropy=True)
+    made = lp.logprobs_backward(
+        grad, logits[1:], ids, mine.normalizer, 0.7, entropy=mine.entropy, entropy_grad=entropy_grad
+    )
+    assert wide.grad is not None
+    assert (made.double() - wide.grad).norm() < 3e-3 * wide.grad.norm()
+
+
+def test_nan_logits_and_ids_outside_the_vocabulary_give_nan() -> None:
+    logits, ids, _ = inputs(3, 50257)
+    logits[1, 77] = float("nan")
+    ids[2] = 50257
+    assert lp.logprobs(logits, ids).chosen.isnan().tolist() == [False, True, True]

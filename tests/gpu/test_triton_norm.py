@@ -1,0 +1,68 @@
+"""RMSNorm kernels against the reference on the same device, and their quantisers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from precgraph.lowering.reference import elementwise
+from precgraph.lowering.triton import norm
+from tests.gpu.same import ROWS, TOKENS, assert_quantized, awkward, same_bits
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-6
+COUNTS = (1, 7, 64, 129, 1000)
+
+
+@pytest.mark.parametrize("width", [64, 576, 1000, 4096, 5120, 12288])
+def test_forward(width: int) -> None:
+    weight = awkward(1, width, seed=9)[0]
+    for count in COUNTS:
+        x = awkward(1, count, width, seed=count)
+        assert same_bits(norm.rms_norm(x, weight, EPS), elementwise.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("width", [576, 4096])
+def test_fused_with_the_residual_and_the_quantisers(width: int) -> None:
+    weight = 1 + 0.1 * torch.randn(width, device="cuda").bfloat16()
+    for count in COUNTS:
+        x, residual = awkward(1, count, width, seed=1), awkward(1, count, width, seed=2)
+        summed = x + residual
+        right = elementwise.rms_norm(summed, weight, EPS)
+        for tokens_fmt in (None, TOKENS):
+            made = norm.fused_norm(x, residual, weight, EPS, rows_fmt=ROWS, tokens_fmt=tokens_fmt)
+            assert made.sum is not None and same_bits(made.sum, summed)
+            assert made.normed is not None and same_bits(made.normed, right)
+            assert made.rows is not None
+            assert_quantized(made.rows, right, ROWS)
+            if tokens_fmt is not None:
+                assert made.tokens is not None
+                assert_quantized(made.tokens, right, TOKENS)
+        made = norm.fused_norm(x, None, weight, EPS, rows_fmt=ROWS, tokens_fmt=TOKENS, want_normed=False)
+        assert made.sum is None and made.normed is None and made.tokens is not None
+        assert_quantized(made.tokens, elementwise.rms_norm(x, weight, EPS), TOKENS)
+
+
+@pytest.mark.parametrize("width", [576, 4096, 8192])
+def test_backward(width: int) -> None:
+    weight = 1 + 0.1 * torch.randn(width, device="cuda").bfloat16()
+    for count in COUNTS:
+        x, dy, other = (torch.randn(1, count, width, device="cuda").bfloat16() for _ in range(3))
+        dx, _ = elementwise.rms_norm_backward(dy, x, weight, EPS)
+        mine, dweight = norm.rms_norm_backward(dy, x, weight, EPS)
+        assert same_bits(mine, dx)
+        again, dweight_again = norm.rms_norm_backward(dy, x, weight, EPS, other)
+        assert same_bits(again, dx + other)
+        assert same_bits(dweight, dweight_again)
+        normed = elementwise._normed(x, EPS)[0].bfloat16()
+        terms = dy.double() * normed.double()
+        error = (dweight.double() - terms.sum((0, 1))).abs()
+        assert bool((error <= 2.0**-8 * terms.sum((0, 1)).abs() + 1e-6 * terms.abs().sum((0, 1))).all())
+
+
+def test_strided_rows() -> None:
+    wide = awkward(1, 100, 2048)
+    x, weight = wide[..., 512:1088], awkward(1, 576, seed=3)[0]
+    assert same_bits(norm.rms_norm(x, weight, EPS), elementwise.rms_norm(x, weight, EPS))

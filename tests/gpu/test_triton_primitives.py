@@ -1,0 +1,97 @@
+"""Device functions against torch, over every input that they can get."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+from triton.language.extra import libdevice  # noqa: E402
+
+from precgraph.lowering.reference import elementwise  # noqa: E402
+from precgraph.lowering.triton import primitives as p  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+
+@triton.jit
+def _apply(x, out, WHAT: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
+    value = tl.load(x + at).to(tl.float32)
+    if WHAT == "exp":
+        value = p.exp(value)
+    elif WHAT == "log":
+        value = p.log(value)
+    elif WHAT == "erf":
+        value = libdevice.erf(value)
+    elif WHAT == "reciprocal":
+        value = p.reciprocal(value)
+    elif WHAT == "sqrt":
+        value = tl.sqrt_rn(value)
+    elif WHAT == "negative":
+        value = p.negative(value)
+    elif WHAT[0] == "value":
+        value = p.activation_value(value, WHAT[1])
+    else:
+        value = p.activation_slope(value, WHAT[1])
+    tl.store(out + at, value)
+
+
+@triton.jit
+def _divide(x, scale, out):
+    at = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
+    divisor = tl.load(scale + at)
+    value = tl.load(x + at)
+    inverse = p.reciprocal(divisor)
+    tl.store(out + at, p.refine(value * inverse, value, divisor, inverse))
+
+
+def apply(x: Tensor, what: object) -> Tensor:
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    _apply[(x.numel() // 1024,)](x, out, what, **p.EXACT)
+    return out
+
+
+def different(a: Tensor, b: Tensor) -> int:
+    """How many values differ in their bits; all NaN are alike."""
+    return int(((a.view(torch.int32) != b.view(torch.int32)) & ~(a.isnan() & b.isnan())).sum())
+
+
+@pytest.mark.parametrize(
+    ("what", "torch_function"),
+    [("exp", torch.exp), ("log", torch.log), ("erf", torch.erf), ("sqrt", torch.sqrt), ("negative", torch.neg)],
+)
+def test_every_float_gives_torchs_bits(what: str, torch_function: object) -> None:
+    chunk = 1 << 26
+    for start in range(-(1 << 31), 1 << 31, chunk):
+        x = torch.arange(start, start + chunk, dtype=torch.int32, device="cuda").view(torch.float32)
+        assert different(apply(x, what), torch_function(x)) == 0, f"bits {start:#x}"  # type: ignore[operator]
+
+
+def test_reciprocal_is_ieee_division_in_its_range() -> None:
+    mantissas = torch.arange(1 << 23, dtype=torch.int32, device="cuda")
+    for exponent in range(1, 253):  # 2**-126 .. 2**126
+        x = (mantissas | (exponent << 23)).view(torch.float32)
+        assert different(apply(x, "reciprocal"), torch.ones_like(x) / x) == 0, exponent
+
+
+def test_refined_quotient_is_ieee_division_for_every_bf16_mantissa_and_scale() -> None:
+    scales = (torch.arange(1 << 23, dtype=torch.int32, device="cuda") | (127 << 23)).view(torch.float32)
+    for mantissa in range(128):
+        x = torch.full_like(scales, 1 + mantissa / 128)
+        out = torch.empty_like(x)
+        _divide[(x.numel() // 1024,)](x, scales, out, **p.EXACT)
+        assert different(out, x / scales) == 0, mantissa
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("part", [0, 1])
+def test_every_bf16_activation_and_slope_equals_the_reference(activation: str, part: int) -> None:
+    x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(torch.bfloat16).float()
+    right = elementwise._ACTIVATIONS[activation](x)[part]
+    mine = apply(x, (("value", "slope")[part], activation))
+    finite = x.isfinite()
+    assert different(mine[finite], right[finite]) == 0
+    assert not mine[~finite & ~right.isfinite()].isfinite().any(), "an infinite input is not hidden"

@@ -1,0 +1,115 @@
+"""Triton quantisers against the torch definition on the same device: codes and scales, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from precgraph.errors import LoweringError
+from precgraph.formats import Format, quantize
+from precgraph.lowering.triton import quantize as q
+from tests.gpu.same import ROWS, TOKENS, assert_quantized, awkward, same_bits
+
+pytestmark = pytest.mark.gpu
+
+COUNTS = (1, 2, 7, 64, 127, 128, 129, 1000)
+RULES = {
+    "default": {},
+    "ue8m0": {"scale_dtype": "ue8m0"},
+    "vllm": {"scale_rule": "amax*(1/max)", "amax_floor": 1e-10},
+    "deepgemm": {"divide": "reciprocal", "amax_floor": 1e-4},
+    "e5m2": {"dtype": "float8_e5m2"},
+    "fp32": {"source": "float32"},
+    "fp16": {"source": "float16"},
+}
+
+
+@pytest.mark.parametrize("width", [128, 576, 4096])
+def test_every_count_of_rows(width: int) -> None:
+    for count in COUNTS:
+        x = awkward(count, width, seed=count)
+        assert_quantized(q.quantize_rows(x, ROWS), x, ROWS)
+        assert_quantized(q.quantize_tokens(x, TOKENS), x, TOKENS)
+        rows, tokens = q.quantize_both(x, ROWS, TOKENS)
+        assert_quantized(rows, x, ROWS)
+        assert_quantized(tokens, x, TOKENS)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_rule(rule: str, dtype: torch.dtype) -> None:
+    x = awkward(300, 300, dtype=dtype)
+    rows_fmt, tokens_fmt = replace(ROWS, **RULES[rule]), replace(TOKENS, **RULES[rule])
+    rows, tokens = q.quantize_both(x, rows_fmt, tokens_fmt)
+    assert_quantized(rows, x, rows_fmt)
+    assert_quantized(tokens, x, tokens_fmt)
+
+
+def test_large() -> None:
+    x = awkward(8192, 4096)
+    for _ in range(2):
+        rows, tokens = q.quantize_both(x, ROWS, TOKENS)
+        assert_quantized(rows, x, ROWS)
+        assert_quantized(tokens, x, TOKENS)
+
+
+def test_strided_and_batched_inputs() -> None:
+    wide = awkward(1, 200, 1024)
+    for x in (wide[..., 256:512], wide[..., ::2], wide.transpose(1, 2), wide.reshape(2, 100, 1024)):
+        rows, tokens = q.quantize_both(x, ROWS, TOKENS)
+        assert_quantized(rows, x, ROWS)
+        assert_quantized(tokens, x, TOKENS)
+
+
+def test_layouts_are_what_deep_gemm_reads() -> None:
+    rows, tokens = q.quantize_both(awkward(130, 256), ROWS, TOKENS)
+    assert rows.codes.is_contiguous() and rows.scales.stride() == (1, 132)
+    assert tokens.codes.t().is_contiguous() and tokens.codes.shape == (256, 256) and tokens.scales.is_contiguous()
+
+
+def test_non_finite_blocks_have_non_finite_scales() -> None:
+    x = awkward(256, 256)
+    x[3, 5], x[130, 200], x[131, 7] = float("inf"), float("nan"), float("-inf")
+    rows, tokens = q.quantize_both(x, ROWS, TOKENS)
+    assert_quantized(rows, x, ROWS)
+    assert_quantized(tokens, x, TOKENS)
+    assert (~rows.scales.isfinite()).sum() == 3
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (576, 1536), (300, 200), (4096, 4096)])
+@pytest.mark.parametrize("rule", ["default", "ue8m0", "deepgemm"])
+def test_weights_and_their_transposed_copies(shape: tuple[int, int], rule: str) -> None:
+    fmt = replace(Format("float8_e4m3fn", "128x128"), **RULES[rule])
+    master = awkward(*shape)
+    right = quantize(master, fmt)
+    buffers = q.new_weight(master.shape, fmt, master.device)
+    for buffer in buffers:
+        buffer.view(torch.uint8).fill_(0xFF)
+    q.quantize_weight(master, fmt, *buffers)
+    codes, scales, codes_t, scales_t = buffers
+    assert same_bits(codes, right.codes) and same_bits(scales, right.scales)
+    assert same_bits(codes_t, right.codes.t()) and same_bits(scales_t, right.scales.t())
+
+
+def test_weights_refill_in_a_cuda_graph() -> None:
+    fmt = Format("float8_e4m3fn", "128x128")
+    master = awkward(512, 256)
+    buffers = q.new_weight(master.shape, fmt, master.device)
+    q.quantize_weight(master, fmt, *buffers)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q.quantize_weight(master, fmt, *buffers)
+    master.copy_(awkward(512, 256, seed=1))
+    graph.replay()
+    assert same_bits(buffers[0], quantize(master, fmt).codes)
+
+
+def test_what_the_kernels_do_not_compute_is_refused() -> None:
+    x = awkward(4, 256)
+    with pytest.raises(LoweringError, match="granularity 1x128"):
+        q.quantize_rows(x, Format("float8_e4m3fn", "1x64"))
+    with pytest.raises(LoweringError, match="backend='reference'"):
+        q.quantize_rows(x.cpu(), ROWS)

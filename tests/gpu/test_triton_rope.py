@@ -1,0 +1,61 @@
+"""RoPE, alone and after the norm of queries and keys, against the reference on the same device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from precgraph import ops
+from precgraph.lowering.reference import elementwise
+from precgraph.lowering.triton import rope
+from tests.gpu.same import same_bits
+
+pytestmark = pytest.mark.gpu
+
+EPS = 1e-6
+COUNTS = (1, 7, 129, 1000)
+
+
+def inputs(count: int, head: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x and dy [1, T, 6, D], both column slices; weight; cos and sin of real positions."""
+    x, dy = (torch.randn(1, count, 10 * head, device="cuda").bfloat16() for _ in range(2))
+    heads = [ops.split_heads(t[..., 2 * head : 8 * head], head) for t in (x, dy)]
+    weight = 1 + 0.1 * torch.randn(head, device="cuda").bfloat16()
+    inv_freq = 1.0 / 10000 ** (torch.arange(0, head, 2, device="cuda") / head)
+    cos, sin = ops.rope_table(torch.arange(count, device="cuda")[None], inv_freq, 1.0, dtype)
+    return heads[0], heads[1], weight, cos, sin
+
+
+@pytest.mark.parametrize("head", [64, 80, 96, 128, 256])
+def test_forward(head: int) -> None:
+    for count in COUNTS:
+        x, _, weight, cos, sin = inputs(count, head)
+        assert same_bits(rope.rope(x, cos, sin), ops.rope(x, cos, sin))
+        assert same_bits(rope.rope(x, cos, sin, wide=True), elementwise.wide_rope(x, cos, sin))
+        normed = elementwise.rms_norm(x, weight, EPS)
+        assert same_bits(rope.norm_rope(x, weight, EPS, cos, sin), ops.rope(normed, cos, sin))
+
+
+@pytest.mark.parametrize("head", [64, 80, 128, 256])
+def test_backward(head: int) -> None:
+    for count in COUNTS:
+        x, dy, weight, cos, sin = inputs(count, head)
+        grad = ops.rope_backward(dy, cos, sin)
+        assert torch.equal(rope.rope_backward(dy, cos, sin), grad)
+        wide = elementwise.wide_rope_backward(dy, cos, sin)
+        assert same_bits(rope.rope_backward(dy, cos, sin, wide=True), wide)
+        dx, dweight = rope.norm_rope_backward(dy, x, weight, EPS, cos, sin)
+        right, _ = elementwise.rms_norm_backward(grad, x, weight, EPS)
+        assert torch.equal(dx, right)
+        terms = grad.double() * elementwise._normed(x, EPS)[0].bfloat16().double()
+        error = (dweight.double() - terms.sum((0, 1, 2))).abs()
+        assert bool((error <= 2.0**-8 * terms.sum((0, 1, 2)).abs() + 1e-6 * terms.abs().sum((0, 1, 2))).all())
+        assert same_bits(dweight, rope.norm_rope_backward(dy, x, weight, EPS, cos, sin)[1])
+
+
+def test_wide_rope_with_fp32_tables() -> None:
+    x, dy, _, cos, sin = inputs(50, 128, torch.float32)
+    assert same_bits(rope.rope(x, cos, sin, wide=True), elementwise.wide_rope(x, cos, sin))
+    assert same_bits(rope.rope_backward(dy, cos, sin, wide=True), elementwise.wide_rope_backward(dy, cos, sin))

@@ -23,6 +23,8 @@ from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams, sample
 from precgraph.runtime.scheduler import Chunk, Request, Scheduler
 
+__all__ = ["Completion", "Engine", "SamplingParams", "require_row_invariance", "run_paged"]
+
 CACHE_BYTES = 1 << 30  # the default size of the cache, unless max_sequences of full length need less
 
 
@@ -89,7 +91,7 @@ class Engine:
             wanted = max_sequences * -(-(self._max_length or 4096) // block_size)
             fitting = CACHE_BYTES // (block_size * PagedCache.bytes_per_token(compiled.graph))
             cache_blocks = max(1, min(wanted, fitting))
-        self.cache = PagedCache(compiled.graph, _device(compiled), cache_blocks, block_size, reuse=prefix_caching)
+        self.cache = PagedCache(compiled.graph, compiled.store.device, cache_blocks, block_size, reuse=prefix_caching)
 
     def generate(
         self,
@@ -111,7 +113,8 @@ class Engine:
         scheduler = Scheduler(pool, requests, self._max_batch_tokens, self._max_sequences)
         pool.serve(version)
         try:
-            with torch.inference_mode(), _progress_bar(len(requests), shown=progress) as advance:
+            # Not inference_mode: what kernels keep for later calls must stay usable in training.
+            with torch.no_grad(), _progress_bar(len(requests), shown=progress) as advance:
                 while scheduler.unfinished:
                     if store.version != version:
                         raise StaleWeightsError(
@@ -201,7 +204,7 @@ def run_paged(
 
     ``blocks`` are the sequence's pages, which hold its positions before ``start`` and get these.
     """
-    device = _device(compiled)
+    device = compiled.store.device
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -230,9 +233,9 @@ def require_row_invariance(model: Any) -> None:
             remedy='use a recipe with arithmetic = "exact", or Engine(..., self_check=False) to do without',
         )
     size, count, other = 16, 9, 8
-    cache = PagedCache(compiled.graph, _device(compiled), 2, size, reuse=False)
+    cache = PagedCache(compiled.graph, compiled.store.device, 2, size, reuse=False)
     tokens = [(7919 * i + 1) % model.config.vocab_size for i in range(count + other)]
-    with torch.inference_mode():
+    with torch.no_grad():
         batch = run_paged(compiled, cache, [(tokens[count:], [1], 0, other), (tokens, [0], 0, count)])[:, -2:]
         alone = run_paged(compiled, cache, [(tokens, [0], count - 1, count)])
         same = torch.equal(batch[:, 1:], alone) and torch.equal(compiled.logits(batch)[1:], compiled.logits(alone))
@@ -241,10 +244,6 @@ def require_row_invariance(model: Any) -> None:
             "on this machine a token's bits differ between a batch and decoding alone",
             remedy="run `precgraph doctor --exact` to find the kernel, and choose another backend",
         )
-
-
-def _device(compiled: Compiled) -> torch.device:
-    return next(iter(compiled.store.masters.values())).device
 
 
 def _completion(request: Request, version: int) -> Completion:

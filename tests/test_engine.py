@@ -222,7 +222,10 @@ def test_self_check_sees_a_batch_that_changes_bits(monkeypatch: pytest.MonkeyPat
         Engine(rollout)
 
 
-def test_progress_is_shown_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_on_stderr(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich draws nothing live on what is not a terminal
     _, rollout = pair("llama")
     Engine(rollout, self_check=False).generate([[1], [2]], SamplingParams(max_tokens=2), progress=True)
-    assert capsys.readouterr().out == ""
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "4/4" in shown.err

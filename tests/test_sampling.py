@@ -40,7 +40,8 @@ def support(logits: Tensor, params: SamplingParams) -> list[int]:
     """The ids that may be drawn, likeliest first, lower ids first among equals."""
     p = softmax(logits, params.temperature)
     order = sorted(range(len(p)), key=lambda i: (-float(logits[i]), i))[: params.top_k or None]
-    whole, kept = float(p[order].sum()), []
+    whole = float(p[order].sum())
+    kept: list[int] = []
     for token in order:
         if p[kept].sum() >= params.top_p * whole:
             break

@@ -114,7 +114,7 @@ class Engine:
         pool.serve(version)
         try:
             # Not inference_mode: what kernels keep for later calls must stay usable in training.
-            with torch.no_grad(), _progress_bar(len(requests), shown=progress) as advance:
+            with torch.no_grad(), _progress_bar(requests, shown=progress) as update:
                 while scheduler.unfinished:
                     if store.version != version:
                         raise StaleWeightsError(
@@ -124,7 +124,7 @@ class Engine:
                     finished = self._step(scheduler.schedule())
                     for request in finished:
                         scheduler.finish(request)
-                    advance(len(finished))
+                    update()
         except BaseException:
             pool.reset()  # blocks that were promised may not have been written
             raise
@@ -267,15 +267,21 @@ def _seed(params: SamplingParams) -> int:
 
 
 @contextmanager
-def _progress_bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A function to call with the number of requests that have finished."""
+def _progress_bar(requests: Sequence[Request], *, shown: bool) -> Iterator[Callable[[], None]]:
+    """A function to call after every step; the bar counts sampled tokens and expects none after a stop."""
     if not shown:
-        yield lambda count: None
+        yield lambda: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn("tokens"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("generating", total=total)
-        yield lambda count: bar.advance(task, count)
+        task = bar.add_task("tokens", total=None)
+
+        def update() -> None:
+            sampled = sum(len(r.logprobs) for r in requests)
+            expected = sum(len(r.logprobs) if r.finish_reason else r.params.max_tokens for r in requests)
+            bar.update(task, completed=sampled, total=expected)
+
+        yield update

@@ -95,7 +95,7 @@ def _nvcc() -> str | None:
 
 
 def backends() -> list[Status]:
-    """Every backend, those that serve a part of another's nodes too, and vLLM: can it run here, and what to do if not."""
+    """Whether each backend, and vLLM, can run here, and what to do if not."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = registry.AUTO.get(device.type, "reference")
     parts = dict.fromkeys(name for chain in registry.BACKENDS.values() for name in chain)

@@ -155,18 +155,32 @@ def _table_source(node: Any) -> tuple[Any, ...] | None:
     cat = trig.args[0]
     if not is_call(cat, aten.cat.default) or cat.args[1:] != (-1,) or cat.args[0][0] is not cat.args[0][1]:
         return None
-    product = cat.args[0][0]
-    if not is_call(product, aten.mul.Tensor):
+    factors = _product(cat.args[0][0])
+    if factors is None:
         return None
-    positions, frequencies = _strip(product.args[0]), _strip(product.args[1])
+    positions, frequencies = map(_strip, factors)
     if positions.op != "placeholder" or frequencies.op != "get_attr" or tensor(frequencies).dtype != "float32":
         return None
     return trig.target, positions, frequencies, float(scaling), node.args[1]
 
 
+def _product(node: Any) -> tuple[Any, Any] | None:
+    """Positions and frequencies of ``positions * frequencies``, or of the matrix product of one column and one row that
+    transformers up to 5.17 has in its place: one product per element, so the same bits."""
+    if is_call(node, aten.mul.Tensor):
+        return node.args[0], node.args[1]
+    if not is_call(node, aten.transpose.int) or node.args[1:] != (1, 2) or not is_call(node.args[0], aten.matmul.default):
+        return None
+    column, row = node.args[0].args
+    return (row, column) if tensor(column).shape[-1] == 1 and tensor(row).shape[-2] == 1 else None
+
+
 def _strip(node: Any) -> fx.Node:
-    """Below the casts to fp32 and unsqueezes of the frequency product."""
-    while is_call(node, aten.to.dtype, aten.to.device, aten.unsqueeze.default, aten._to_copy.default):
+    """Below the casts to fp32, unsqueezes and expansions of the frequency product."""
+    while is_call(
+        node, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.unsqueeze.default, aten._to_copy.default,
+        aten.expand.default,
+    ):  # fmt: skip
         node = node.args[0]
     found: fx.Node = node
     return found

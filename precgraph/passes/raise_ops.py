@@ -169,7 +169,8 @@ def _product(node: Any) -> tuple[Any, Any] | None:
     transformers up to 5.17 has in its place: one product per element, so the same bits."""
     if is_call(node, aten.mul.Tensor):
         return node.args[0], node.args[1]
-    if not is_call(node, aten.transpose.int) or node.args[1:] != (1, 2) or not is_call(node.args[0], aten.matmul.default):
+    turned = is_call(node, aten.transpose.int) and node.args[1:] == (1, 2)
+    if not turned or not is_call(node.args[0], aten.matmul.default):
         return None
     column, row = node.args[0].args
     return (row, column) if tensor(column).shape[-1] == 1 and tensor(row).shape[-2] == 1 else None

@@ -127,6 +127,14 @@ class CompiledModule:
         """
         return self.precgraph.store.refresh()
 
+    def __copy__(self) -> Any:
+        return _shallow(self, type(self))  # type: ignore[arg-type]  # mixed into a module
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "a compiled model cannot be pickled", remedy="save_pretrained() or state_dict() keep its weights"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A compiled copy with parameters, a trace and a store of its own, as for a frozen reference model."""
         own, twin = self.precgraph, copy.deepcopy(_original(self), memo)
@@ -285,10 +293,16 @@ def compile(
 
 def _original(model: Any) -> nn.Module:
     """The model of its own class behind a compiled one, on the same parameters."""
-    original: nn.Module = copy.copy(model)
-    original.__class__ = type(model).own_class
+    original = _shallow(model, type(model).own_class)
     del original.__dict__["precgraph"]
     return original
+
+
+def _shallow(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """Another module of class ``kind`` on the same parameters, buffers and submodules."""
+    twin = kind.__new__(kind)
+    twin.__dict__.update(model.__dict__)
+    return twin
 
 
 def _compiled(
@@ -305,10 +319,8 @@ def _compiled(
     store.require(program.packs)
     mixin = CompiledCausalLM if isinstance(model, PreTrainedModel) and traced.graph.causal_lm else CompiledPlain
     own = type(model)
-    result = copy.copy(model)
-    result.__class__ = type(
-        own.__name__, (mixin, own), {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own}
-    )
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own}
+    result: Any = _shallow(model, type(own.__name__, (mixin, own), names))
     runner = Runner(program, store, checked)
     places = _places(model, masters)
     result.__dict__["precgraph"] = Compiled(

@@ -1,0 +1,143 @@
+"""Real vLLM generates with the rollout program; the training program rescores every token to the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import precgraph
+from precgraph.errors import InputError
+from precgraph.runtime.engine import Engine
+from precgraph.runtime.sampling import SamplingParams
+from tests.vllm.conftest import largest_difference
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama", "mistral"])
+def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Any], start: Callable[..., Any]) -> tuple[Any, Any]:
+    """A trainer and an engine that read the same checkpoint each on its own."""
+    model, path = checkpoint(request.param)
+    return precgraph.compile(model, "train"), start(path)
+
+
+def test_every_token_equals_the_trainers(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    """Nine concurrent requests, prefills in chunks of 128, prefixes reused in the second round."""
+    actor, llm = pair
+    params = [SamplingParams(max_tokens=40, temperature=0.7, top_p=1.0 if i % 2 else 0.9, top_k=i % 3 * 20) for i in range(9)]
+    first, second = llm.generate(prompts, params), llm.generate(prompts, params)
+    for samples in (first, second):
+        assert [len(s.token_ids) for s in samples] == [40] * 9
+        assert largest_difference(actor, samples, 0.7) == 0.0
+    assert [s.prompt_token_ids for s in first] == prompts
+    assert sum(s.cached_tokens for s in second) > sum(s.cached_tokens for s in first)
+    assert all(0 < mass <= 1 for s in first for mass in s.kept_mass)
+    assert all(mass == 1.0 for mass in first[3].kept_mass) and any(mass < 1.0 for mass in first[0].kept_mass)
+    assert {s.digest for s in first} == {actor.precgraph.graph.digest()} and {s.weights_version for s in first} == {1}
+
+
+def test_greedy_is_scored_at_temperature_one(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    actor, llm = pair
+    temperatures = [0.0, 1.3, 0.0, 0.5, 0.0, 1.0, 0.0, 2.0, 0.0]
+    samples = llm.generate(prompts, [SamplingParams(max_tokens=9, temperature=t) for t in temperatures])
+    assert largest_difference(actor, samples, temperatures) == 0.0
+    for sample, temperature in zip(samples, temperatures, strict=True):
+        if temperature == 0.0:
+            ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
+            with torch.no_grad():
+                wanted = actor(input_ids=ids).logits[0, len(sample.prompt_token_ids) - 1 : -1].argmax(-1)
+            assert wanted.tolist() == sample.token_ids
+
+
+def test_same_seeds_give_the_embedded_engines_tokens(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    """Two engines with schedulers of their own agree on every token, log-probability and kept mass."""
+    actor, llm = pair
+    params = [
+        SamplingParams(max_tokens=24, temperature=0.9, top_p=0.8, seed=100 + i, stop_token_ids=range(0, 997, 31)) for i in range(9)
+    ]
+    mine = llm.generate(prompts, params)
+    theirs = Engine(precgraph.compile(actor, "infer")).generate(prompts, params)
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a.token_ids, a.logprobs, a.kept_mass, a.finish_reason) == (b.token_ids, b.logprobs, b.kept_mass, b.finish_reason)
+    assert {s.finish_reason for s in mine} == {"stop", "length"}
+
+
+def test_seeded_requests_through_chunked_prefill(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    """vLLM's own CPU sampler stops the engine here: its runner rewinds a generator that cannot be rewound."""
+    from vllm import SamplingParams as VllmParams
+
+    llm = pair[1]
+    asked = [VllmParams(max_tokens=6, temperature=1.0, seed=i, ignore_eos=True) for i in range(9)]
+    outputs = [
+        llm.engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=False) for _ in range(2)
+    ]  # fmt: skip
+    tokens = [[o.outputs[0].token_ids for o in each] for each in outputs]
+    assert tokens[0] == tokens[1]
+    mine = llm.generate(prompts, [VllmParams(max_tokens=6, temperature=1.0, seed=i, ignore_eos=True) for i in range(9)])
+    assert [s.token_ids for s in mine] == [list(t) for t in tokens[0]]
+
+
+def test_unseeded_requests_follow_the_global_generator(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    llm, params = pair[1], SamplingParams(max_tokens=8)
+    torch.manual_seed(11)
+    first = llm.generate(prompts[:3], params)
+    after = torch.get_rng_state()
+    second = llm.generate(prompts[:3], params)
+    torch.manual_seed(11)
+    third = llm.generate(prompts[:3], params)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert [s.token_ids for s in first] == [s.token_ids for s in third] != [s.token_ids for s in second]
+
+
+def test_alternatives_are_full_vocabulary_log_probabilities(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    """What the server's ``logprobs=k`` shows: after temperature, whatever top-p left out."""
+    from vllm import SamplingParams as VllmParams
+
+    actor, llm = pair
+    asked = VllmParams(max_tokens=5, temperature=0.6, top_p=0.5, logprobs=4, ignore_eos=True)
+    (output,) = llm.engine.generate([{"prompt_token_ids": prompts[2]}], asked, use_tqdm=False)
+    answer = output.outputs[0]
+    ids = torch.tensor([prompts[2] + list(answer.token_ids)])
+    with torch.no_grad():
+        logits = actor(input_ids=ids).logits[0, len(prompts[2]) - 1 : -1]
+    wanted = torch.log_softmax(logits / torch.tensor(0.6), -1)
+    for row, step in zip(wanted, answer.logprobs, strict=True):
+        assert len(step) in (4, 5)
+        assert {t: l.logprob for t, l in step.items()} == {t: float(row[t]) for t in step}
+        assert all(l.rank == int((row > row[t]).sum()) + 1 for t, l in step.items())
+
+
+REFUSED: dict[str, Any] = {
+    "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "min_p": 0.1, "min_tokens": 3,
+    "logit_bias": {5: 1.0}, "allowed_token_ids": [1, 2, 3], "prompt_logprobs": 1, "logprobs": -1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*REFUSED, "structured_outputs", "n"])
+def test_what_changes_the_distribution_is_refused(pair: tuple[Any, Any], name: str) -> None:
+    """By our LLM with a typed error, and, where the engine is used directly, by the engine's front end."""
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    llm = pair[1]
+    values = {**REFUSED, "structured_outputs": StructuredOutputsParams(regex="a+"), "n": 2}
+    params = VllmParams(max_tokens=4, **{name: values[name]})
+    with pytest.raises(InputError, match=f"^{name} = "):
+        llm.generate([[1, 2, 3]], params)
+    if name not in ("n", "logprobs", "structured_outputs"):  # served, and refused by vLLM's own checks before ours
+        with pytest.raises(Exception, match=f"{name} = "):  # of a class that depends on the version
+            llm.engine.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids
+
+
+def test_wrong_prompts_are_refused_before_anything_runs(pair: tuple[Any, Any]) -> None:
+    llm = pair[1]
+    with pytest.raises(InputError, match="prompt 1 is empty"):
+        llm.generate([[1], []], SamplingParams())
+    with pytest.raises(InputError, match="prompt 0 holds 997, outside the vocabulary"):
+        llm.generate([[997]], SamplingParams())
+    with pytest.raises(InputError, match="2 prompts but 1 sampling"):
+        llm.generate([[1], [2]], [SamplingParams()])

@@ -1,0 +1,337 @@
+"""New weights reach the engine by each route that a CPU has, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import precgraph
+from precgraph import Recipe
+from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError
+from precgraph.runtime.sampling import SamplingParams
+from tests.vllm.conftest import largest_difference, train_step
+
+pytestmark = pytest.mark.vllm
+PARAMS = SamplingParams(max_tokens=12, temperature=0.7)
+
+
+def addresses(llm: Any) -> dict[str, int]:
+    found: dict[str, int] = llm.engine.collective_rpc("precgraph_addresses")[0]["value"]
+    return found
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def shared(request: pytest.FixtureRequest, checkpoint: Callable[..., Any], start: Callable[..., Any]) -> tuple[Any, Any]:
+    """An engine on the trainer's own store."""
+    model, path = checkpoint(request.param)
+    actor = precgraph.compile(model, "train")
+    return actor, start(path, actor=actor)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def apart(request: pytest.FixtureRequest, checkpoint: Callable[..., Any], start: Callable[..., Any]) -> tuple[Any, Any]:
+    """An engine with weights of its own."""
+    model, path = checkpoint(request.param)
+    actor = precgraph.compile(model, "train")
+    return actor, start(path, digest=actor.precgraph.graph.digest())
+
+
+# ----------------------------------------------------------------------------------- one process
+
+
+def test_the_engine_runs_on_the_trainers_store(shared: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    actor, llm = shared
+    model = llm.engine.apply_model(lambda m: m)[0]
+    assert model.compiled.store is actor.precgraph.store
+    before = addresses(llm)
+    for seed in range(3):
+        assert sum(s.cached_tokens for s in llm.generate(prompts, PARAMS)) > 0  # the last two prompts, in one call
+        train_step(actor, seed)
+        with pytest.raises(StaleWeightsError, match="actor.sync()"):
+            llm.generate(prompts, PARAMS)
+        version = actor.sync()
+        samples = llm.generate(prompts[:7], PARAMS)
+        assert largest_difference(actor, samples, 0.7) == 0.0
+        assert [s.cached_tokens for s in samples] == [0] * 7, "keys of older weights were reused"
+        assert {s.weights_version for s in samples} == {version}
+        assert llm.state()["version"] == version
+    assert addresses(llm) == before
+
+
+def test_old_keys_would_have_shown(shared: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    """The test above can fail: with the prefix cache kept, rescoring differs."""
+    actor, llm = shared
+    llm.generate(prompts, PARAMS)
+    train_step(actor, 9)
+    llm._served = actor.sync()
+    samples = llm.generate(prompts, PARAMS)
+    assert sum(s.cached_tokens for s in samples) > 500 and largest_difference(actor, samples, 0.7) > 0.0
+    assert llm.sync() == actor.precgraph.store.version
+    assert largest_difference(actor, llm.generate(prompts, PARAMS), 0.7) == 0.0
+
+
+def test_other_models_are_refused(shared: tuple[Any, Any], checkpoint: Callable[..., Any]) -> None:
+    with pytest.raises(SyncError, match="runs on its actor's weights"):
+        shared[1].sync(precgraph.compile(checkpoint("qwen2")[0], "train"))
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def test_files(apart: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path) -> None:
+    """By a path and by a temporary file: the bytes that the trainer runs on, at the addresses they had."""
+    from precgraph.vllm import save_weights
+
+    actor, llm = apart
+    before = addresses(llm)
+    llm.generate(prompts, PARAMS)
+    for seed, through_path in enumerate((True, False)):
+        train_step(actor, seed)
+        version = actor.sync()
+        manifest = save_weights(actor, tmp_path / "w.safetensors")
+        assert llm.sync(tmp_path / "w.safetensors" if through_path else actor) == version
+        assert llm.state() == {"digest": manifest.digest, "version": version, "checksum": manifest.checksum}
+        samples = llm.generate(prompts[:7], PARAMS)
+        assert largest_difference(actor, samples, 0.7) == 0.0
+        assert [s.cached_tokens for s in samples] == [0] * 7
+        assert {s.weights_version for s in samples} == {version}
+    assert addresses(llm) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+def test_a_file_holds_fp8_bytes_as_other_stacks_store_them(apart: tuple[Any, Any], tmp_path: Path) -> None:
+    from precgraph.vllm import save_weights
+
+    actor, _ = apart
+    actor.sync()
+    save_weights(actor, tmp_path / "w.safetensors")
+    found = load_file(tmp_path / "w.safetensors")
+    master = actor.model.layers[0].mlp.down_proj.weight
+    name = "model.layers.0.mlp.down_proj.weight"
+    codes, scales = found[name], found[name + "_scale_inv"]
+    rows, columns = master.shape
+    assert codes.dtype == torch.float8_e4m3fn and codes.shape == master.shape
+    assert scales.dtype == torch.float32 and scales.shape == (-(-rows // 128), -(-columns // 128))
+    block = master.detach()[:128, :128].float()
+    assert torch.equal(scales[0, 0], block.abs().max() / 448)
+    assert torch.equal(codes[:128, :128].float(), (block / scales[0, 0]).to(torch.float8_e4m3fn).float())
+    assert {t.dtype for t in found.values()} == {torch.float8_e4m3fn, torch.float32, torch.bfloat16}
+
+
+def test_shards_arrive_in_any_order(apart: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path) -> None:
+    from precgraph.vllm import save_weights
+
+    actor, llm = apart
+    train_step(actor, 5)
+    actor.sync()
+    save_weights(actor, tmp_path / "w.safetensors")
+    tensors, metadata = _read(tmp_path / "w.safetensors")
+    names = sorted(tensors, reverse=True)
+    parts = [tmp_path / f"part{i}.safetensors" for i in range(3)]
+    for i, part in enumerate(parts):
+        save_file({n: tensors[n] for n in names[i::3]}, part, metadata=metadata)
+    served = llm.state()
+    with pytest.raises(SyncError, match=r"\d+ of \d+ tensors did not arrive"):
+        llm.sync(parts[:2])
+    assert llm.state() == served
+    llm.sync(parts)
+    assert largest_difference(actor, llm.generate(prompts[:4], PARAMS), 0.7) == 0.0
+
+
+# ----------------------------------------------------------------------------------------- faults
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    with safe_open(path, framework="pt") as file:
+        return load_file(path), file.metadata()
+
+
+def _truncate(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def _truncate_header(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def _flip_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 4
+    path.write_bytes(bytes(data))
+
+
+def _rewrite(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> Callable[[Path], None]:
+    def apply(path: Path) -> None:
+        tensors, metadata = _read(path)
+        manifest = json.loads(metadata["precgraph"])
+        change(tensors, manifest)
+        save_file(tensors, path, metadata={**metadata, "precgraph": json.dumps(manifest)})
+
+    return apply
+
+
+def _drop(tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> None:
+    tensors.pop("model.norm.weight")
+
+
+def _lie(tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> None:
+    manifest["tensors"]["model.norm.weight"]["fingerprint"] += 1
+
+
+def _protocol(tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> None:
+    manifest["protocol"] = 0
+
+
+def _no_manifest(path: Path) -> None:
+    save_file(load_file(path), path)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (_truncate, "truncated or damaged"),
+    "truncated header": (_truncate_header, "truncated or damaged"),
+    "absent": (Path.unlink, "no such file"),
+    "one bit": (_flip_bit, "is not the one that the manifest names"),
+    "a tensor is missing": (_rewrite(_drop), "1 of .* did not arrive"),
+    "manifest altered": (_rewrite(_lie), "disagrees with its own checksum"),
+    "protocol": (_rewrite(_protocol), "speaks protocol 0"),
+    "no manifest": (_no_manifest, "no manifest"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_file_is_refused(fault: str, apart: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path) -> None:
+    """And the old weights go on serving, bit for bit."""
+    from precgraph.vllm import save_weights
+
+    actor, llm = apart
+    llm.sync(actor) if actor.sync() else None
+    path, params = tmp_path / "w.safetensors", SamplingParams(max_tokens=6, seed=1)
+    before, state = llm.generate(prompts[:3], params), llm.state()
+    other = precgraph.compile(_changed(actor), "train")
+    other.precgraph.store.version = actor.precgraph.store.version + 1
+    save_weights(other, path)
+    damage, message = FAULTS[fault]
+    damage(path)
+    with pytest.raises(SyncError, match=message):
+        llm.sync(path)
+    assert llm.state() == state
+    after = llm.generate(prompts[:3], params)
+    assert [(s.token_ids, s.logprobs) for s in after] == [(s.token_ids, s.logprobs) for s in before]
+
+
+def _changed(actor: Any, **changes: Any) -> Any:
+    """A model like the actor's with other weights."""
+    config = type(actor.config)(**{**actor.config.to_dict(), **changes})
+    model = type(actor).own_class._from_config(config, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.05)
+    return model.eval()
+
+
+def test_another_programs_weights_are_refused(apart: tuple[Any, Any], tmp_path: Path) -> None:
+    from precgraph.vllm import save_weights
+
+    actor, llm = apart
+    state = llm.state()
+    for other in (
+        precgraph.compile(_changed(actor), "train", Recipe.bf16()),
+        precgraph.compile(_changed(actor, intermediate_size=384), "train"),
+    ):
+        with pytest.raises(DigestError, match="the engine runs program"):
+            llm.sync(other)
+        save_weights(other, tmp_path / "w.safetensors")
+        with pytest.raises(DigestError, match="the update is for program"):
+            llm.sync(tmp_path / "w.safetensors")
+    assert llm.state() == state
+
+
+def test_another_shape_under_the_right_digest_is_refused(apart: tuple[Any, Any], tmp_path: Path) -> None:
+    """A manifest that lies about its program still cannot bring a tensor of another shape."""
+    from precgraph.runtime.vllm.sync import describe, policy
+
+    actor, llm = apart
+    manifest, tensors = policy(actor)
+    tensors["model.norm.weight"] = torch.ones(7, dtype=torch.bfloat16)
+    forged = describe(tensors, manifest.version + 1, manifest.digest)
+    save_file(tensors, tmp_path / "w.safetensors", metadata={"precgraph": json.dumps(forged.to_json())})
+    with pytest.raises(SyncError, match=r"^model.norm.weight: the update brings bfloat16\[7\]"):
+        llm.sync(tmp_path / "w.safetensors")
+
+
+def test_older_weights_are_refused(apart: tuple[Any, Any], tmp_path: Path) -> None:
+    from precgraph.vllm import save_weights
+
+    actor, llm = apart
+    save_weights(actor, tmp_path / "old.safetensors")
+    train_step(actor, 7)
+    actor.sync()
+    llm.sync(actor)
+    with pytest.raises(SyncError, match="is being served"):
+        llm.sync(tmp_path / "old.safetensors")
+
+
+def test_weights_before_sync_are_refused(apart: tuple[Any, Any]) -> None:
+    actor, llm = apart
+    train_step(actor, 8)
+    with pytest.raises(StaleWeightsError, match="actor.sync()"):
+        llm.sync(actor)
+    actor.sync()
+
+
+def test_an_interrupted_install_serves_nothing(
+    apart: tuple[Any, Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Past the checks, a copy that breaks off leaves a mixture: the engine must know."""
+    from precgraph.runtime.vllm import weights
+
+    actor, llm = apart
+    install, count = weights._install, [0]
+
+    def breaks(*args: Any) -> None:
+        count[0] += 1
+        if count[0] == 3:
+            raise PrecGraphError("the machine went away")
+        install(*args)
+
+    train_step(actor, 4)
+    actor.sync()
+    monkeypatch.setattr(weights, "_install", breaks)
+    with pytest.raises(PrecGraphError, match="went away"):
+        llm.sync(actor)
+    monkeypatch.undo()
+    with pytest.raises(StaleWeightsError, match="not complete"):
+        llm.generate(prompts[:1], PARAMS)
+    assert llm.sync(actor) == actor.precgraph.store.version
+    assert largest_difference(actor, llm.generate(prompts[:3], PARAMS), 0.7) == 0.0
+
+
+def test_a_route_that_does_not_exist(apart: tuple[Any, Any]) -> None:
+    with pytest.raises(InputError, match="route must be"):
+        apart[1].sync(apart[0], route="pigeon")
+    with pytest.raises(InputError, match="nothing to sync from"):
+        apart[1].sync()
+
+
+def test_memory_does_not_grow(apart: tuple[Any, Any]) -> None:
+    """Fifty syncs: no tensor stays behind."""
+    import gc
+
+    actor, llm = apart
+    llm.sync(actor)
+    gc.collect()
+    before = sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor))
+    for _ in range(50):
+        actor.sync()
+        llm.sync(actor)
+    gc.collect()
+    assert sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)) <= before

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import precgraph
 from precgraph import InputError, NumericsStateError, StaleWeightsError, UnsupportedModelError
+from precgraph.runtime import runner
 from tests.families import VOCABULARY, causal_lm, config, plain_module
 
 
@@ -154,7 +155,7 @@ def test_calls_leave_nothing_behind() -> None:
     actor = precgraph.compile(causal_lm("qwen2"), "train")
 
     def live() -> int:
-        return sum(type(x).__name__ == "_Call" for x in gc.get_objects())
+        return sum(isinstance(x, runner._Call) for x in gc.get_objects())
 
     gc.collect()
     gc.disable()

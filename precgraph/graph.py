@@ -242,7 +242,7 @@ def function_name(target: Any) -> str:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The graph's output node."""
-    node: fx.Node = next(reversed(graph.nodes))
+    node: fx.Node = next(iter(reversed(graph.nodes)))
     return node
 
 

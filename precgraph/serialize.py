@@ -160,7 +160,7 @@ def graph_from_json(data: Mapping[str, Any]) -> PrecisionGraph:
         name = row.get("name") if isinstance(row, Mapping) else None
         with _Reading(f"node {name!r}"):
             _read_node(graph, row, env)
-    if not env or next(reversed(graph.graph.nodes)).op != "output":
+    if not env or next(iter(reversed(graph.graph.nodes))).op != "output":
         raise GraphError("a precision graph ends with its output; the data is cut short")
     graph.graph.lint()
     return graph

@@ -220,7 +220,7 @@ class _Builder:
             if node.op == "placeholder":
                 env[node] = self._input(node, attributes.get(node.name)) if node.users else None
         self._copy(self.program.graph_module, env)
-        output = next(reversed(self.program.graph.nodes))
+        output = next(iter(reversed(self.program.graph.nodes)))
         self._output([env[n] if isinstance(n, fx.Node) else n for n in output.args[0]])
         self.graph.eliminate_dead_code()
         self.graph.lint()
@@ -252,7 +252,7 @@ class _Builder:
         before, self.stopped = self.stopped, stopped
         self._copy(body, env)
         self.stopped = before
-        return [env[n] for n in next(reversed(body.graph.nodes)).args[0]]
+        return [env[n] for n in next(iter(reversed(body.graph.nodes))).args[0]]
 
     def _input(self, node: fx.Node, attribute: str | None) -> fx.Node:
         if attribute is None:

@@ -132,13 +132,17 @@ def quantize_weight(
     """Quantise ``master [N, K]`` in blocks 128×128 into buffers that exist, in one read; a CUDA graph can hold it.
 
     ``codes [pad(N), pad(K)]``, ``scales [N/128, K/128]``; ``codes_t``, ``scales_t`` (None: not wanted) are the
-    transposed copies that DGrad reads. All contiguous, filled completely, padding included.
+    transposed copies that DGrad reads, whose rows may be slices of longer rows. The others are contiguous. All are
+    filled completely, padding included.
     """
     require(master, codes, scales, codes_t, scales_t)
     N, K = master.shape
     shapes = [t.shape for t in new_weight(master.shape, fmt, torch.device("meta"))]
     for tensor, shape in zip((codes, scales, codes_t, scales_t), shapes, strict=True):
-        if tensor is not None and (tensor.shape != shape or not tensor.is_contiguous()):
+        if tensor is None:
+            continue
+        dense = tensor.stride(1) == 1 if tensor is codes_t or tensor is scales_t else tensor.is_contiguous()
+        if tensor.shape != shape or not dense:
             raise InputError(f"a buffer of a {N}×{K} weight is {list(tensor.shape)}, not a contiguous {list(shape)}")
     if (codes_t is None) != (scales_t is None):
         raise InputError("the transposed codes and scales come together")
@@ -150,6 +154,8 @@ def quantize_weight(
         codes_t,
         scales_t,
         flat.stride(0),
+        0 if codes_t is None else codes_t.stride(0),
+        0 if scales_t is None else scales_t.stride(0),
         N,
         K,
         source(fmt),
@@ -167,6 +173,8 @@ def _weight_kernel(
     codes_t,
     scales_t,
     stride,
+    codes_step,
+    scales_step,
     N: tl.constexpr,
     K: tl.constexpr,
     SOURCE: tl.constexpr,
@@ -174,7 +182,6 @@ def _weight_kernel(
 ):
     """One block: amax of 128×128 values, its codes and its transposed codes."""
     columns: tl.constexpr = (K + 127) // 128
-    lines: tl.constexpr = (N + 127) // 128
     line = tl.program_id(0) // columns
     column = tl.program_id(0) % columns
     rows = line * 128 + tl.arange(0, 128)
@@ -190,5 +197,5 @@ def _weight_kernel(
     tl.store(codes + rows[:, None].to(tl.int64) * (columns * 128) + cols[None, :], quantised)
     tl.store(scales + line * columns + column, scale)
     if codes_t is not None:
-        tl.store(codes_t + cols[:, None].to(tl.int64) * (lines * 128) + rows[None, :], tl.trans(quantised))
-        tl.store(scales_t + column * lines + line, scale)
+        tl.store(codes_t + cols[:, None].to(tl.int64) * codes_step + rows[None, :], tl.trans(quantised))
+        tl.store(scales_t + column * scales_step + line, scale)

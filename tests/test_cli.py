@@ -1,0 +1,485 @@
+"""The command line: exit codes, one-line errors, JSON for programs, nothing but results on stdout."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner, Result
+
+import precgraph
+from precgraph import NumericsStateError, PrecisionGraph, Recipe, TraceError, machine, selftest
+from precgraph.cli import app
+from precgraph.cli.model import trace_model
+from precgraph.cli.show import _pass_names
+from tests.families import CAUSAL_LMS, config, meta_lm
+from tests.test_loading import BAD_CONFIGS
+
+ROOT = Path(__file__).parents[1]
+_CLASSES = {name: type(meta_lm(name)).__name__ for name in CAUSAL_LMS}
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+def process(*args: object) -> subprocess.CompletedProcess[str]:
+    """The command as a process of its own, as a user runs it."""
+    command = [sys.executable, "-m", "precgraph", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
+
+
+def assert_error(result: Result, *parts: str) -> None:
+    """Exit code 2, nothing on stdout, and one line on stderr that holds ``parts``."""
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    for part in parts:
+        assert part in line
+
+
+@pytest.fixture(scope="module", autouse=True)
+def traces() -> Iterator[None]:
+    """Every model is traced once for the whole file, but for the tests that start a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(lambda model: trace_model(model, lambda _: None))
+        for command in ("check", "digest", "show"):
+            patch.setattr(sys.modules[f"precgraph.cli.{command}"], "trace_model", lambda model, _: once(model))
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny family: a config.json and nothing else."""
+
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        data = {**config(name).to_dict(), "architectures": [_CLASSES[name]]}
+        (folder / "config.json").write_text(json.dumps(data))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def llama(model: Callable[[str], Path]) -> Path:
+    return model("llama")
+
+
+def recipe_file(folder: Path, **changes: Any) -> Path:
+    """``jet_rl`` as a file, with the keys of ``changes`` (``linear__accumulate``) replaced."""
+    data = Recipe.jet_rl().to_dict()
+    for key, value in changes.items():
+        *tables, last = key.split("__")
+        table = data
+        for name in tables:
+            table = table[name]
+        table[last] = value
+    path = folder / "recipe.toml"
+    Recipe.from_dict(data).save(path)
+    return path
+
+
+# ----------------------------------------------------------------------------------------- startup
+
+
+def test_help_and_version_start_without_torch() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom precgraph.cli import app\n"
+        "for args in (['--help'], ['--version'], ['check', '--help'], ['doctor', '--help'], ['nonsense']):\n"
+        "    print(args, CliRunner().invoke(app, args).exit_code)\n"
+        "print(sorted({'torch', 'transformers', 'networkx'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    lines = done.stdout.splitlines()
+    assert [line.rpartition(" ")[2] for line in lines[:-1]] == ["0", "0", "0", "0", "2"]
+    assert lines[-1] == "[]"
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == f"precgraph {precgraph.__version__}"
+
+
+def test_the_public_names_are_there_and_lazy() -> None:
+    for name in precgraph.__all__:
+        assert getattr(precgraph, name) is not None
+        assert name in dir(precgraph)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        precgraph.nonsense  # noqa: B018
+    code = "import sys, precgraph\nassert 'torch' not in sys.modules\nfrom precgraph import *\nprint(compile, check)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("code", ["import transformers, precgraph", "import precgraph; precgraph.Recipe"])
+def test_the_attention_is_registered_however_precgraph_is_reached(code: str) -> None:
+    code += "\nfrom transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS\nALL_ATTENTION_FUNCTIONS['precgraph']"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+# ------------------------------------------------------------------------------------------- check
+
+
+@pytest.mark.parametrize("name", CAUSAL_LMS)
+def test_families_are_consistent(name: str, model: Callable[[str], Path]) -> None:
+    result = run("check", model(name), "--level", "graph")
+    assert result.exit_code == 0, result.output
+    assert "consistent: the rollout's program is inside the training forward" in result.stdout
+    assert "14 of 14 linear layers quantised" in result.stdout
+    assert "reference.linear.fp8_exact_groups" in result.stdout
+    assert result.stderr == ""
+
+
+def test_recipes_that_differ_are_inconsistent_in_the_right_row(llama: Path, tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, linear__weight__amax_floor=1e-4)
+    result = run("check", llama, "--infer", recipe)
+    assert result.exit_code == 1
+    text = " ".join(result.stdout.split())
+    assert "inconsistent:" in text
+    assert "PG105" in text
+    assert "model.layers.{0-1}.mlp.down_proj" in text
+    assert "0.0001" in text
+
+
+def test_a_layer_that_only_one_side_skips(llama: Path, tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, select__skip=["model.layers.1.mlp.down_proj"])
+    result = run("check", llama, "--train", recipe, "--json", "-")
+    assert result.exit_code == 1
+    (finding,) = json.loads(result.stdout)["violations"]
+    assert finding["module"] == "model.layers.1.mlp.down_proj"
+    assert "rule.gemm" in finding["attributes"]
+    assert finding["remedy"]
+
+
+def test_a_difference_of_the_backward_is_a_note(llama: Path, tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, linear__fuse_projections=False)
+    result = run("check", llama, "--train", recipe)
+    assert result.exit_code == 0
+    assert "Notes" in result.stdout
+
+
+def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
+    target = tmp_path / "report.json"
+    result = run("check", llama, "--train", "bf16", "--json", target)
+    assert result.exit_code == 1
+    assert "inconsistent" in result.stdout  # people still get their table
+    data = json.loads(target.read_text())
+    assert list(data) == [
+        "schema", "model", "family", "level", "backend", "recipes", "digests", "compared", "ok", "violations", "notes",
+    ]  # fmt: skip
+    assert data["schema"] == 1
+    assert data["family"] == "LlamaForCausalLM"
+    assert data["ok"] is False
+    assert Recipe.from_dict(data["recipes"]["train"]) == Recipe.bf16()
+    assert data["digests"]["train"] != data["digests"]["infer"]
+    assert set(data["compared"]) == {"nodes", "linears", "quantized_linears", "kernels"}
+    assert data["compared"]["kernels"]["reference.linear.fp8_exact_groups"] == 14
+    assert set(data["violations"][0]) == {
+        "code", "module", "node", "op", "attributes", "train", "infer", "message", "remedy", "inherited",
+    }  # fmt: skip
+
+
+def test_stdout_is_nothing_but_json_in_a_process_of_its_own(llama: Path) -> None:
+    done = process("check", llama, "--json", "-")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["ok"] is True
+    assert done.stderr == ""
+
+
+# --------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_configs(case: str, tmp_path: Path) -> None:
+    content, message = BAD_CONFIGS[case]
+    path = tmp_path / "config.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    result = run("check", path)
+    assert_error(result, str(path))
+    assert re.search(message, result.stderr)
+
+
+@pytest.mark.parametrize("command", ["check", "show", "digest"])
+def test_a_missing_path(command: str) -> None:
+    assert_error(run(command, "./no/such/model"), "./no/such/model: no such file or directory; pass a directory")
+
+
+def test_recipes_that_cannot_be_read(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    for text, message in (
+        ("[linear]\nacumulate = 'float32'", "unknown key 'linear.acumulate'; did you mean 'accumulate'"),
+        ("[linear", "is not valid TOML"),
+        ("[linear]\naccumulate = 'int4'", "linear.accumulate = 'int4' is not one of"),
+        ("[linear.weight]\ndtype = 'float8_e4m3fn'\ngranularity = '1x0'", "granularity"),
+    ):
+        path.write_text(text)
+        assert_error(run("check", llama, "--train", path), str(path), message)
+    assert_error(run("check", llama, "--infer", tmp_path / "no.toml"), "no.toml: No such file or directory")
+    assert_error(run("check", llama, "--infer", "jet_lr"), "no preset is called 'jet_lr'; did you mean 'jet_rl'")
+
+
+def test_a_pattern_that_matches_nothing(llama: Path, tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, select__skip=["model.layers.*.mlp.donw_proj"])
+    assert_error(
+        run("check", llama, "--train", recipe), "'model.layers.*.mlp.donw_proj' matches no linear layer", "did you mean"
+    )
+
+
+def test_options_that_are_not_choices(llama: Path, tmp_path: Path) -> None:
+    assert_error(run("check", llama, "--level", "grahp"), "--level 'grahp' is not one of graph, did you mean 'graph'?")
+    assert_error(
+        run("check", llama, "--backend", "cuda"), "no backend is called 'cuda'; choose auto or one of reference"
+    )
+    assert_error(run("show", llama, "--format", "svg"), "--format 'svg' is not one of text, dot, json")
+    assert_error(run("show", llama, "--mode", "eval"), "--mode 'eval' is not one of train, infer")
+    assert_error(run("show", llama, "--after", "rise"), "--after 'rise' is not one of", "did you mean 'raise'")
+    assert_error(run("show", llama, "--layer", 2), "no layer 2; layers are 0 to 1")
+    assert_error(run("show", llama, "--after", "trace", "--diff"), "nothing comes before the trace")
+    assert_error(run("show", llama, "--diff", "--format", "dot"), "--diff is text")
+    assert_error(run("show", llama, "--format", "json", "--layer", 1), "json is always the whole graph")
+    assert_error(run("check", llama, "--json", tmp_path / "no" / "report.json"), "report.json: cannot be written")
+
+
+def test_a_dropout_that_has_no_exact_rollout(tmp_path: Path) -> None:
+    data = {**config("llama").to_dict(), "architectures": ["LlamaForCausalLM"], "attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert_error(run("check", tmp_path), "attention_dropout = 0.1", "set it to 0")
+
+
+def test_a_bug_is_no_verdict(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError("oh\nno")
+
+    monkeypatch.setattr(PrecisionGraph, "digest", broken)
+    assert_error(run("digest", llama), "internal error, ZeroDivisionError: oh no; please report")
+
+
+def test_debug_shows_the_traceback_before_or_after_the_command() -> None:
+    for args in (["--debug", "check", "./no/such"], ["check", "./no/such", "--debug"]):
+        result = run(*args)
+        assert result.exit_code == 2
+        assert "Traceback" in result.stderr
+        assert result.stderr.strip().splitlines()[-1].startswith("error: ./no/such: no such file")
+    assert "Traceback" not in run("check", "./no/such").stderr
+
+
+def test_an_error_in_a_process_of_its_own() -> None:
+    done = process("check", "./no/such")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+
+
+class Branches(nn.Module):
+    """Takes a branch that depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y if y.sum() > 0 else -y
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Branches()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.block(x)
+        return out
+
+
+def test_a_model_that_cannot_be_traced_names_the_module() -> None:
+    model = Outer().to(torch.bfloat16)
+    with pytest.raises(TraceError, match="module 'block' cannot be traced.*depends on values") as error:
+        precgraph.compile(model, example_inputs=(torch.zeros(1, 4, 32, dtype=torch.bfloat16),))
+    assert "\n" not in str(error.value)
+
+
+# -------------------------------------------------------------------------------------------- show
+
+
+@pytest.mark.parametrize("mode", ["train", "infer"])
+def test_show_after_each_pass(mode: str, llama: Path) -> None:
+    names = _pass_names(mode, Recipe.jet_rl())
+    assert names[0] == "trace"
+    assert names[-1] == "lower"
+    for name in names:
+        result = run("show", llama, "--mode", mode, "--after", name)
+        assert result.exit_code == 0, result.output
+        assert f"LlamaForCausalLM, {mode} program" in result.stdout
+        assert f"after {name}:" in result.stdout
+
+
+def test_show_text_folds_layers_that_are_alike(llama: Path) -> None:
+    folded = run("show", llama, "--mode", "infer").stdout
+    assert folded.count("== model.layers.0-1 (2 alike), forward") == 1
+    assert "= attention(" in folded
+    assert ".self_attn.q_proj" in folded
+    unfolded = run("show", llama, "--mode", "infer", "--all").stdout
+    assert unfolded.count("= attention(") == 2
+    assert "alike" not in unfolded
+    one = run("show", llama, "--mode", "infer", "--layer", 1).stdout
+    assert one.count("= attention(") == 1
+    assert "model.layers.1, forward" in one
+    assert "lm_head" not in one
+
+
+def test_show_does_not_fold_layers_that_differ(llama: Path, tmp_path: Path) -> None:
+    recipe = recipe_file(tmp_path, select__skip=["model.layers.1.mlp.down_proj"])
+    text = run("show", llama, "--recipe", recipe).stdout
+    assert "== model.layers.0, forward" in text
+    assert "== model.layers.1, forward" in text
+    assert "(left out by select.skip)" in text
+    assert "== model.layers.0-1 (2 alike), parameters" in text
+
+
+def test_show_diff_is_what_a_pass_changed(llama: Path) -> None:
+    lines = run("show", llama, "--mode", "infer", "--after", "insert_quantize", "--diff").stdout.splitlines()
+    assert lines[:2] == ["--- before insert_quantize", "+++ after insert_quantize"]
+    added = [line for line in lines if line.startswith("+ ")]
+    removed = [line for line in lines if line.startswith("- ")]
+    # In the one layer that is shown: 7 linears read codes instead, of 7 weights and 4 activations.
+    assert len(removed) == 7
+    assert len(added) == 7 + 7 + 4
+    assert sum("= quantize(" in line for line in added) == 11
+    unchanged = run("show", llama, "--recipe", "bf16", "--after", "insert_quantize", "--diff").stdout
+    assert unchanged.strip() == "insert_quantize changes nothing in this model"
+
+
+def test_show_json_is_the_graph(llama: Path) -> None:
+    result = run("show", llama, "--format", "json")
+    graph = PrecisionGraph.from_json(json.loads(result.stdout))
+    assert graph.digest() == run("digest", llama).stdout.strip()
+
+
+def test_show_dot_is_well_formed(llama: Path) -> None:
+    text = run("show", llama, "--format", "dot").stdout
+    nodes = re.findall(r'^    "([^"]+)" \[label="', text, re.MULTILINE)
+    edges = re.findall(r'^  "([^"]+)" -> "([^"]+)" \[', text, re.MULTILINE)
+    assert text.startswith('digraph "LlamaForCausalLM" {')
+    assert text.count("{") == text.count("}")
+    assert len(nodes) == len(set(nodes))
+    assert edges
+    assert {name for edge in edges for name in edge} <= set(nodes)
+    # The head reads the last layer, which the first one stands for.
+    assert any(a.startswith("add") and b.startswith("rms_norm") for a, b in edges)
+
+
+# --------------------------------------------------------------------------------- digest and recipe
+
+
+def test_digests(llama: Path, tmp_path: Path) -> None:
+    train, infer = (run("digest", llama, "--mode", mode).stdout.strip() for mode in ("train", "infer"))
+    assert re.fullmatch("[0-9a-f]{64}", train)
+    assert train == infer
+    floor = run("digest", llama, "--recipe", recipe_file(tmp_path, linear__activation__amax_floor=1e-4)).stdout.strip()
+    backward = run("digest", llama, "--recipe", recipe_file(tmp_path, linear__fuse_projections=False)).stdout.strip()
+    assert floor != train
+    assert backward == train  # the digest is of the forward
+    data = json.loads(run("digest", llama, "--json").stdout)
+    assert list(data) == ["schema", "model", "mode", "recipe", "digest"]
+    assert data["digest"] == train
+
+
+def test_recipes_are_written_whole_and_never_over_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "my.toml"
+    assert run("recipe", "jet_rl", "-o", path).exit_code == 0
+    assert Recipe.load(path) == Recipe.jet_rl()
+    assert_error(run("recipe", "bf16", "-o", path), "exists already; name another file, or add --force")
+    assert Recipe.load(path) == Recipe.jet_rl()
+    assert run("recipe", "bf16", "-o", path, "--force").exit_code == 0
+    assert Recipe.load(path) == Recipe.bf16()
+    assert Recipe.from_dict(tomllib.loads(run("recipe", "jet_rl").stdout)) == Recipe.jet_rl()
+    assert_error(run("recipe", "fp4"), "no preset is called 'fp4'", "jet_rl, bf16")
+
+
+# ------------------------------------------------------------------------------------------ doctor
+
+
+def test_doctor_json() -> None:
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert list(data) == ["schema", "ok", "facts", "backends", "flags", "exact"]
+    assert data["facts"]["torch"] == torch.__version__
+    backends = {b["name"]: b for b in data["backends"]}
+    assert backends["reference"]["ok"]
+    assert {"triton", "deep_gemm", "vllm"} <= backends.keys()
+    for backend in backends.values():
+        assert backend["ok"] or (backend["detail"] and backend["remedy"])
+    assert data["exact"] is None
+
+
+def test_doctor_tables() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    for word in ("torch", "nvcc", "deep_gemm", "float32 matmul precision", "doctor --exact"):
+        assert word in result.stdout
+
+
+def test_doctor_notices_a_switch_that_changes_bits() -> None:
+    torch.set_float32_matmul_precision("medium")
+    try:
+        result = run("doctor", "--json")
+        with pytest.raises(NumericsStateError):
+            next(selftest.row_invariance())
+        assert_error(run("doctor", "--exact"), "float32 matmul precision is 'medium'")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert result.exit_code == 1
+    flags = {f["name"]: f for f in json.loads(result.stdout)["flags"]}
+    assert not flags["float32 matmul precision"]["ok"]
+    assert flags["float32 matmul precision"]["remedy"] == "torch.set_float32_matmul_precision('highest')"
+
+
+@pytest.mark.parametrize(
+    ("version", "ok", "words"),
+    [("0.25.1", False, "outside the range"), ("0.34.0", False, "outside the range"), ("0.33.0+cpu", True, "can run")],
+)
+def test_doctor_knows_which_vllm_fits(version: str, ok: bool, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precgraph.runtime.vllm.versions.installed", lambda: version)
+    status = machine.backends()[-1]
+    assert (status.name, status.ok) == ("vllm", ok)
+    assert words in status.detail
+    assert ok or "pip install" in status.remedy
+
+
+def test_doctor_exact_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exact() -> selftest.Probe:
+        return selftest.Probe("doubling", "id.1", "8", lambda a, b: (torch.arange(a, b) * 2,))
+
+    def by_position_in_the_batch() -> selftest.Probe:
+        return selftest.Probe("counting", "id.2", "8", lambda a, b: (torch.arange(b - a),))
+
+    monkeypatch.setattr(selftest, "PROBES", (exact,))
+    assert run("doctor", "--exact").exit_code == 0
+    monkeypatch.setattr(selftest, "PROBES", (exact, by_position_in_the_batch))
+    result = run("doctor", "--exact", "--json")
+    assert result.exit_code == 1
+    outcomes = json.loads(result.stdout)["exact"]
+    assert [o["ok"] for o in outcomes] == [True, True, False, False]  # one and several threads each
+    assert outcomes[2]["failure"] == "rows 37-37 alone differ from 300 rows at once in 1 numbers"
+    assert "not exact" in run("doctor", "--exact").stdout
+
+
+@pytest.mark.parametrize("make", selftest.PROBES)
+def test_reference_kernels_are_row_invariant(
+    make: Callable[[], selftest.Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "PROBES", (make,))
+    monkeypatch.setattr(selftest, "SIZES", (2, 3, 16, 17, 129))
+    for outcome in selftest.row_invariance(threads=(1, 2)):
+        assert outcome.ok, outcome.failure

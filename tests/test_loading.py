@@ -1,0 +1,259 @@
+"""MODEL to model: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from precgraph.errors import InputError, PrecGraphError, UnsupportedModelError
+from precgraph.loading import find, load_config_model, load_model
+from tests.families import CAUSAL_LMS, causal_lm, config
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 97, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def write(folder: Path, content: Any, name: str = "config.json") -> Path:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+# ---------------------------------------------------------------------------------------- accepted
+
+
+@pytest.mark.parametrize("name", CAUSAL_LMS)
+def test_a_saved_model_loads_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    model = causal_lm(name)
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    wanted = dict(model.named_parameters())
+    found = dict(loaded.named_parameters())
+    assert type(loaded) is type(model)
+    assert found.keys() == wanted.keys()
+    assert all(p.dtype == torch.bfloat16 and torch.equal(p, wanted[n]) for n, p in found.items())
+    assert not loaded.training
+
+
+@pytest.mark.parametrize("name", CAUSAL_LMS)
+def test_a_config_alone_makes_the_same_model_without_weights(name: str, tmp_path: Path) -> None:
+    model = causal_lm(name)
+    write(tmp_path, {**model.config.to_dict(), "architectures": [type(model).__name__]})
+    for source in (tmp_path, tmp_path / "config.json", str(tmp_path / "config.json")):
+        loaded = load_config_model(source)
+        assert type(loaded) is type(model)
+        assert {n: p.shape for n, p in loaded.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+        assert {(p.device.type, p.dtype) for p in loaded.parameters()} == {("meta", torch.bfloat16)}
+        assert loaded.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_the_graph_level_reads_no_weights(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA)
+    write(tmp_path, "not weights at all", "model.safetensors")
+    assert load_config_model(tmp_path).device.type == "meta"
+
+
+def test_a_quantised_checkpoint_has_a_graph_but_no_masters(tmp_path: Path) -> None:
+    write(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
+    assert load_config_model(tmp_path).dtype == torch.bfloat16
+    with pytest.raises(UnsupportedModelError, match="stored quantised .*fp8.*dequantise"):
+        load_model(tmp_path)
+
+
+def test_remote_code_of_a_type_that_transformers_has_is_ignored(tmp_path: Path) -> None:
+    write(tmp_path, {**LLAMA, "auto_map": {"AutoModelForCausalLM": "evil.Model"}})
+    write(tmp_path, "raise SystemExit('executed')", "evil.py")
+    assert type(load_config_model(tmp_path)).__name__ == "LlamaForCausalLM"
+
+
+# ----------------------------------------------------------------------------------------- refused
+
+BAD_CONFIGS = {
+    "not json": ('{"model_type": "llama",', "not valid JSON.*line 1"),
+    "not a table": ([1], "holds no table"),
+    "empty": ({}, "no model_type and so no architecture.*add model_type and architectures"),
+    "type not a name": ({**LLAMA, "model_type": ["llama"]}, "knows no model type"),
+    "no architectures": (
+        {k: v for k, v in LLAMA.items() if k != "architectures"},
+        r'no architectures.*add "architectures": \["LlamaForCausalLM"\]',
+    ),
+    "null architectures": ({**LLAMA, "architectures": None}, "no architectures"),
+    "unknown type": ({**LLAMA, "model_type": "lama"}, "knows no model type 'lama'.*did you mean 'llama'"),
+    "remote code": (
+        {**LLAMA, "model_type": "zz", "auto_map": {"AutoModelForCausalLM": "x.Y"}},
+        "needs code that comes with the model, which is never executed.*precgraph.compile",
+    ),
+    "other head": (
+        {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
+        "LlamaForSequenceClassification is not a causal language model.*use LlamaForCausalLM",
+    ),
+    "encoder and decoder": (
+        {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+        "not a causal language model.*no model of type 't5' is one",
+    ),
+    "wrong value": ({**LLAMA, "hidden_size": "wide"}, "cannot build this model.*hidden_size"),
+    "uneven heads": ({**LLAMA, "hidden_size": 63}, "cannot build this model.*multiple of"),
+    "uneven kv heads": ({**LLAMA, "num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of"),
+    "no layers": ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    "unknown activation": ({**LLAMA, "hidden_act": "swash"}, "cannot build this model.*swash"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+@pytest.mark.parametrize("load", [load_config_model, load_model])
+def test_a_bad_config_is_one_line_that_names_the_file(load: Any, case: str, tmp_path: Path) -> None:
+    content, message = BAD_CONFIGS[case]
+    path = write(tmp_path, content)
+    write(tmp_path, "never reached", "model.safetensors")
+    with pytest.raises(PrecGraphError, match=message) as error:
+        load(tmp_path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert error.value.remedy
+
+
+def test_missing_paths(tmp_path: Path) -> None:
+    for name in (tmp_path / "no", "./no/such", "/no/such", "a/b/c", "no.gguf", "config.json"):
+        with pytest.raises(InputError, match=f"{name}: no such file or directory"):
+            find(name)
+
+
+def test_a_hub_id_without_a_network_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any) -> None:
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unreachable)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    with pytest.raises(InputError, match="someone/some-model: no such file or directory, and huggingface.co cannot be"):
+        find("someone/some-model")
+
+
+def test_directories_that_hold_no_model_or_several(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="neither a config.json nor a .gguf"):
+        find(tmp_path)
+    for name in ("a.gguf", "b.gguf"):
+        write(tmp_path, "GGUF", name)
+    with pytest.raises(InputError, match=r"holds 2 .gguf files; name one, such as .*a\.gguf"):
+        find(tmp_path)
+    with pytest.raises(InputError, match="neither a config.json nor a .gguf file"):
+        find(write(tmp_path, "hello", "notes.txt"))
+
+
+def test_a_config_alone_has_no_weights_to_load(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no weights.*pass the checkpoint's directory"):
+        load_model(write(tmp_path, LLAMA))
+
+
+def test_pickles_are_never_read(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA)
+    with pytest.raises(InputError, match=r"holds no \*.safetensors"):
+        load_model(tmp_path)
+    write(tmp_path, "a pickle", "pytorch_model.bin")
+    with pytest.raises(InputError, match="pickled weights, which are never read.*save_pretrained"):
+        load_model(tmp_path)
+
+
+def test_weights_that_are_absent_misshapen_or_broken(tmp_path: Path) -> None:
+    causal_lm("qwen3").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    whole = weights.pop(name)
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"lacks '{name}', one of 1 such weights"):
+        load_model(tmp_path)
+    save_file({**weights, name: whole[1:].contiguous()}, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=rf"has '{name}' of shape \[287, 160\]"):
+        load_model(tmp_path)
+    file.write_bytes(b"\0" * 40)
+    with pytest.raises(InputError, match="cannot build this model"):
+        load_model(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------- GGUF
+
+
+def test_gguf_needs_its_extra_and_its_magic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="not a GGUF file"):
+        load_config_model(write(tmp_path, "gguf in name only", "bad.gguf"))
+    real = write(tmp_path, "GGUF and then nothing", "real.gguf")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"needs gguf, which is not installed; pip install 'precgraph\[gguf\]'"):
+        load_config_model(real)
+
+
+def small_gguf(path: Path) -> dict[str, torch.Tensor]:
+    """A two-layer Llama as an fp32 GGUF, written with the gguf package; returns its tensors by GGUF name."""
+    gguf = pytest.importorskip("gguf", reason="needs the gguf package (pip install 'precgraph[gguf]')")
+    pytest.importorskip("accelerate", reason="transformers reads a GGUF through accelerate")
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(97)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"t{i}" for i in range(97)])
+    writer.add_token_merges(["t 1"])
+    shapes = {"token_embd.weight": (97, 64), "output_norm.weight": (64,)}
+    for i in range(2):
+        shapes |= {
+            f"blk.{i}.{n}.weight": s
+            for n, s in {
+                "attn_q": (64, 64), "attn_k": (32, 64), "attn_v": (32, 64), "attn_output": (64, 64),
+                "ffn_gate": (96, 64), "ffn_up": (96, 64), "ffn_down": (64, 96), "attn_norm": (64,), "ffn_norm": (64,),
+            }.items()
+        }  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    tensors = {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+    for name, value in tensors.items():
+        writer.add_tensor(name, value.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return tensors
+
+
+def test_gguf_config_and_weights(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    tensors = small_gguf(path)
+    graph_model = load_config_model(path)
+    assert graph_model.device.type == "meta"
+    assert graph_model.config.tie_word_embeddings  # the file has no output.weight
+    model = load_model(tmp_path)
+    assert {n: p.shape for n, p in model.named_parameters()} == {n: p.shape for n, p in graph_model.named_parameters()}
+    layer = model.model.layers[1]
+    assert torch.equal(layer.mlp.down_proj.weight, tensors["blk.1.ffn_down.weight"].bfloat16())
+    assert torch.equal(layer.self_attn.v_proj.weight, tensors["blk.1.attn_v.weight"].bfloat16())
+
+
+def test_a_gguf_model_saves_and_loads_again(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    small_gguf(path)
+    model = load_model(path)
+    model.save_pretrained(tmp_path / "saved")
+    again = load_model(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name))
+
+
+def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
+    model = causal_lm("llama")
+    assert config("llama").tie_word_embeddings
+    model.save_pretrained(tmp_path)
+    loaded = load_model(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight

@@ -257,3 +257,17 @@ def test_tied_embeddings_stay_tied(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_a_hub_id_is_read_from_its_config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, LLAMA)
+    asked: list[tuple[str, str, bool]] = []
+
+    def cached_file(name: str, file: str, *, local_files_only: bool) -> str:
+        asked.append((name, file, local_files_only))
+        return str(path)
+
+    monkeypatch.setattr("precgraph.loading.cached_file", cached_file)
+    monkeypatch.setattr("precgraph.loading._hub_reachable", lambda: True)
+    assert load_config_model("someone/some-model").config.hidden_size == 64
+    assert asked == [("someone/some-model", "config.json", False)]

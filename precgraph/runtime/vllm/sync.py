@@ -68,7 +68,8 @@ class Manifest:
                     remedy="install the same precgraph on both sides",
                 )
             tensors = {
-                name: Entry(str(e["dtype"]), tuple(e["shape"]), int(e["fingerprint"])) for name, e in data["tensors"].items()
+                name: Entry(str(e["dtype"]), tuple(e["shape"]), int(e["fingerprint"]))
+                for name, e in data["tensors"].items()
             }
             manifest = cls(int(data["version"]), str(data["digest"]), tensors)
             stated = data["checksum"]
@@ -103,6 +104,8 @@ def fingerprint(x: Tensor) -> int:
     ``sum (w_i ^ (w_i >> 29)) * (2 i + 1)`` modulo 2**64. It notices truncation, bit errors and exchanged blocks; it is
     no defence against malice.
     """
+    if not x.numel():
+        return 0
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     if raw.numel() % 8:
         raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
@@ -120,7 +123,7 @@ def fingerprint(x: Tensor) -> int:
 
 
 def policy(model: Any) -> tuple[Manifest, dict[str, Tensor]]:
-    """The update that brings a rollout to the weights of a compiled model; StaleWeightsError before ``actor.sync()``."""
+    """The update that brings a rollout to a compiled model's weights; StaleWeightsError before ``actor.sync()``."""
     compiled = compiled_of(model)
     compiled.store.require_fresh()
     tensors = wire(compiled.store, compiled.runner.program)
@@ -158,7 +161,9 @@ def read_file(path: str | Path) -> tuple[Manifest | None, dict[str, Tensor]]:
             header = (file.metadata() or {}).get(HEADER)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except FileNotFoundError:
-        raise SyncError("there is no such file", path=str(path), remedy="write it with precgraph.vllm.save_weights") from None
+        raise SyncError(
+            "there is no such file", path=str(path), remedy="write it with precgraph.vllm.save_weights"
+        ) from None
     except (SafetensorError, OSError, ValueError) as error:
         raise SyncError(f"the file is truncated or damaged: {error}", path=str(path), remedy="write it again") from None
     return (Manifest.from_json(_parsed(header, path)) if header else None), tensors
@@ -200,14 +205,18 @@ class Receiver:
         extra = sorted(manifest.tensors.keys() - self.wanted.keys())
         missing = sorted(self.wanted.keys() - manifest.tensors.keys())
         if extra or missing:
-            what = f"has {len(extra)} tensors that the program does not read" if extra else f"lacks {len(missing)} tensors"
-            raise SyncError(f"the update {what}", path=(extra or missing)[0], remedy="send the policy of the same model")
+            what = (
+                f"has {len(extra)} tensors that the program does not read" if extra else f"lacks {len(missing)} tensors"
+            )
+            raise SyncError(
+                f"the update {what}", path=(extra or missing)[0], remedy="send the policy of the same model"
+            )
         for name, entry in manifest.tensors.items():
             if (entry.dtype, entry.shape) != self.wanted[name]:
                 dtype, shape = self.wanted[name]
                 raise SyncError(
-                    f"the update brings {entry.dtype}{list(entry.shape)}, the program reads {dtype}{list(shape)}", path=name,
-                    remedy="send the policy of the same model and recipe",
+                    f"the update brings {entry.dtype}{list(entry.shape)}, the program reads {dtype}{list(shape)}",
+                    path=name, remedy="send the policy of the same model and recipe",
                 )  # fmt: skip
 
     def update(self, tensors: Mapping[str, Tensor]) -> None:
@@ -217,7 +226,9 @@ class Receiver:
         for name, tensor in tensors.items():
             entry = self.manifest.tensors.get(name)
             if entry is None:
-                raise SyncError("the part holds a tensor that its manifest does not name", path=name, remedy="send it again")
+                raise SyncError(
+                    "the part holds a tensor that its manifest does not name", path=name, remedy="send it again"
+                )
             if entries({name: tensor})[name] != entry:
                 raise SyncError("the tensor is not the one that the manifest names", path=name, remedy="send it again")
             self.staged[name] = tensor
@@ -229,7 +240,9 @@ class Receiver:
         missing = sorted(self.manifest.tensors.keys() - self.staged.keys())
         if missing:
             count = len(self.manifest.tensors)
-            raise SyncError(f"{len(missing)} of {count} tensors did not arrive", path=missing[0], remedy="send the update again")
+            raise SyncError(
+                f"{len(missing)} of {count} tensors did not arrive", path=missing[0], remedy="send the update again"
+            )
         return self.manifest, self.staged
 
     def abort(self) -> None:

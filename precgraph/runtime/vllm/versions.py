@@ -35,11 +35,13 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm", "ModelRegistry.register_model", takes=("model_arch", "model_cls")),
     Symbol("vllm", "ModelRegistry.get_supported_archs"),
     Symbol("vllm.model_executor.models.config", "MODELS_CONFIG_MAP"),
-    Symbol("vllm.model_executor.models.config", "VerifyAndUpdateConfig.verify_and_update_config", takes=("vllm_config",)),
+    Symbol(
+        "vllm.model_executor.models.config", "VerifyAndUpdateConfig.verify_and_update_config", takes=("vllm_config",)
+    ),
     Symbol(
         "vllm.config", "VllmConfig",
-        has=("model_config", "cache_config", "parallel_config", "load_config", "additional_config", "speculative_config",
-             "lora_config", "compilation_config", "device_config"),
+        has=("model_config", "cache_config", "parallel_config", "load_config", "additional_config", "device_config",
+             "speculative_config", "lora_config", "compilation_config"),
     ),
     Symbol(
         "vllm.model_executor.layers.attention", "Attention",
@@ -47,7 +49,10 @@ SYMBOLS: tuple[Symbol, ...] = (
                "per_layer_sliding_window", "prefix", "attn_backend"),
     ),
     Symbol("vllm.v1.attention.backend", "AttentionImpl"),
-    Symbol("vllm.v1.attention.backend", "AttentionMetadataBuilder", takes=("kv_cache_spec", "layer_names", "vllm_config", "device")),
+    Symbol(
+        "vllm.v1.attention.backend", "AttentionMetadataBuilder",
+        takes=("kv_cache_spec", "layer_names", "vllm_config", "device"),
+    ),
     Symbol(
         "vllm.v1.attention.backend", "AttentionMetadataBuilder.build",
         takes=("common_prefix_len", "common_attn_metadata", "fast_build"),
@@ -74,9 +79,9 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm", "LLM", has=("generate", "collective_rpc", "reset_prefix_cache", "sleep", "wake_up")),
     Symbol(
         "vllm", "SamplingParams",
-        has=("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs",
-             "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words",
-             "allowed_token_ids", "structured_outputs", "extra_args"),
+        has=("n", "temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids",
+             "logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+             "bad_words", "allowed_token_ids", "structured_outputs", "extra_args"),
     ),
 )  # fmt: skip
 
@@ -88,7 +93,9 @@ def installed() -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise UnsupportedModelError("vLLM is not installed", remedy=f"pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},<0.{NEWEST[1] + 1}'")
+    raise UnsupportedModelError(
+        "vLLM is not installed", remedy=f"pip install 'vllm>={OLDEST[0]}.{OLDEST[1]},<0.{NEWEST[1] + 1}'"
+    )
 
 
 def require_version(version: str | None = None) -> None:

@@ -82,7 +82,9 @@ class RolloutStore(WeightStore):
         missing = sorted(self.parameters - seen)
         if missing:
             raise InputError(
-                f"the checkpoint lacks {len(missing)} of the model's weights", path=missing[0], remedy="restore the checkpoint"
+                f"the checkpoint lacks {len(missing)} of the model's weights",
+                path=missing[0],
+                remedy="restore the checkpoint",
             )
         self._require_masters()
         self.invalid = None
@@ -90,7 +92,9 @@ class RolloutStore(WeightStore):
     def _path(self, name: str, weight: Tensor) -> str:
         path = self.names.get(name)
         if path is None:
-            raise InputError("the model has no parameter of this name", path=name, remedy="save it with save_pretrained")
+            raise InputError(
+                "the model has no parameter of this name", path=name, remedy="save it with save_pretrained"
+            )
         master = self.masters[path]
         if weight.shape != master.shape or weight.dtype != master.dtype:
             raise InputError(
@@ -194,7 +198,7 @@ def skeleton(config: Any) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     with torch.device("cpu"), _parameters_on_meta():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     made: dict[int, nn.Parameter] = {}  # tied parameters stay one
     for module in model.modules():
         for name, p in module._parameters.items():

@@ -85,7 +85,9 @@ class ExactWorker:
         model = self._model()
         store = model.compiled.store
         if not isinstance(store, RolloutStore):
-            raise SyncError("this engine runs on the trainer's own weights", remedy="call llm.sync() after actor.sync()")
+            raise SyncError(
+                "this engine runs on the trainer's own weights", remedy="call llm.sync() after actor.sync()"
+            )
         receiver = self._receiver = self._receiver or Receiver(model.digest, model.weights())
         receiver.begin(Manifest.from_json(manifest), store.version)
 

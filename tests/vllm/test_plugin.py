@@ -1,0 +1,234 @@
+"""Registration, versions and refusals: what goes wrong says so before anything is served."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import precgraph
+from precgraph import Recipe
+from precgraph.errors import DigestError, InputError, RecipeError, UnsupportedModelError
+from precgraph.runtime.vllm import ARCHITECTURE, register
+from precgraph.runtime.vllm.versions import SYMBOLS, Symbol, key_value_views, misfits, require_version
+
+ARCHITECTURES = {"architectures": [ARCHITECTURE]}
+
+
+# --------------------------------------------------------------------------- what needs no vLLM
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.29.1", "0.33.2", "0.31.0rc1"])
+def test_versions_of_the_range(version: str) -> None:
+    require_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.5.4", "0.25.1", "0.34.0", "1.0.0", "dev"])
+def test_versions_outside_say_so(version: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"vLLM {version} is outside .*, 0.26 to 0.33; pip install"):
+        require_version(version)
+
+
+@pytest.mark.parametrize("layout", ["[2, blocks, Hkv, block, D]", "[blocks, Hkv, block, 2·D]"])
+def test_both_cache_layouts(layout: str) -> None:
+    """Views, so that what is written through them is in the cache."""
+    old = layout.startswith("[2")
+    cache = torch.zeros(2, 5, 3, 4, 8) if old else torch.zeros(5, 3, 4, 16)
+    keys, values = key_value_views([cache] if old else cache, 8)
+    assert keys.shape == values.shape == (5, 4, 3, 8)
+    keys[1, 2, 0] = 1.0
+    values[1, 2, 0] = 2.0
+    wanted = (cache[0, 1, 0, 2], cache[1, 1, 0, 2]) if old else (cache[1, 0, 2, :8], cache[1, 0, 2, 8:])
+    assert bool((wanted[0] == 1).all()) and bool((wanted[1] == 2).all()) and float(cache.sum()) == 8 + 16
+
+
+def test_a_misfit_is_named() -> None:
+    gone = Symbol("json", "decoder.JSONDecoder.decode_all")
+    changed = Symbol("json", "dumps", takes=("obj", "colour"), has=("__doc__",))
+    lines = misfits((gone, changed, Symbol("no_such_package", "x")))
+    assert len(lines) == 3
+    assert lines[0].startswith("json:decoder.JSONDecoder.decode_all is gone")
+    assert lines[1] == "json:dumps no longer takes 'colour'"
+    assert lines[2].startswith("no_such_package:x is gone")
+
+
+def test_entry_point_is_a_lazy_string() -> None:
+    (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "precgraph"]
+    assert found.value == "precgraph.runtime.vllm:register" and found.load() is register
+
+
+# --------------------------------------------------------------------------- the installed vLLM
+
+
+@pytest.mark.vllm
+def test_the_installed_vllm_fits() -> None:
+    """Read against every symbol that the plugin uses; a line names one that no longer fits."""
+    require_version()
+    assert misfits() == [] and len(SYMBOLS) > 20
+
+
+@pytest.mark.vllm
+def test_registering_again_changes_nothing() -> None:
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+
+    register()
+    before = set(ModelRegistry.get_supported_archs())
+    register()
+    assert set(ModelRegistry.get_supported_archs()) == before and ARCHITECTURE in before
+    assert ARCHITECTURE in MODELS_CONFIG_MAP
+
+
+@pytest.mark.vllm
+def test_a_fresh_process_finds_it_by_the_entry_point() -> None:
+    code = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins(); import sys;"
+        "from vllm import ModelRegistry;"
+        f"assert {ARCHITECTURE!r} in ModelRegistry.get_supported_archs();"
+        "assert 'precgraph.runtime.vllm.model' not in sys.modules, 'registration must not load the model'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.vllm
+def test_other_models_are_left_alone(checkpoint: Callable[..., Any]) -> None:
+    """A plain model keeps vLLM's worker, sampler and log-probabilities."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    config = EngineArgs(checkpoint("qwen3")[1], skip_tokenizer_init=True).create_engine_config()
+    assert "precgraph" not in config.parallel_config.worker_cls
+    assert not config.model_config.logits_processors and config.model_config.logprobs_mode == "raw_logprobs"
+
+
+@pytest.mark.vllm
+def test_the_plain_way_is_the_same_engine(checkpoint: Callable[..., Any]) -> None:
+    """What ``vllm serve --hf-overrides`` configures."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    model = checkpoint("qwen3")[1]
+    for recipe in ("jet_rl", Recipe.jet_rl().to_dict()):
+        overrides = {**ARCHITECTURES, "precgraph": recipe}
+        config = EngineArgs(model, skip_tokenizer_init=True, hf_overrides=overrides).create_engine_config()
+        assert config.parallel_config.worker_cls.startswith("precgraph.")
+        assert config.model_config.logits_processors == ["precgraph.runtime.vllm.params:ExactGate"]
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({}, "carries no recipe"),
+        ({"precgraph": "jet_rll"}, "did you mean 'jet_rl'"),
+        ({"precgraph": {"liner": {}}}, "unknown key 'liner'; did you mean 'linear'"),
+        ({"precgraph": 3}, "must be a preset's name or a table"),
+    ],
+)
+def test_wrong_recipes(overrides: dict[str, Any], message: str, checkpoint: Callable[..., Any]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(checkpoint("qwen3")[1], skip_tokenizer_init=True, hf_overrides={**ARCHITECTURES, **overrides})
+    with pytest.raises(Exception, match=message):  # vLLM wraps a RecipeError, which is a ValueError
+        args.create_engine_config()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "use data parallelism: data_parallel_size=2"),
+        ({"pipeline_parallel_size": 2}, "use data parallelism"),
+        ({"dtype": "float16"}, "model dtype torch.float16"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
+        ({"worker_cls": "somebody.elses.Worker"}, "would replace the plugin's worker"),
+        ({"logits_processors": ["somebody:Processor"]}, "custom logits processors"),
+    ],
+)
+def test_refused_engine_arguments(arguments: dict[str, Any], message: str, checkpoint: Callable[..., Any]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    overrides = {**ARCHITECTURES, "precgraph": "jet_rl"}
+    args = EngineArgs(
+        **{"model": checkpoint("qwen3")[1], "skip_tokenizer_init": True, "hf_overrides": overrides, **arguments}
+    )  # fmt: skip
+    with pytest.raises(Exception, match=message):
+        args.create_engine_config()
+
+
+@pytest.mark.vllm
+def test_tensor_parallel_is_a_typed_error(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="data_parallel_size=4"):
+        start(checkpoint("qwen3")[1], tensor_parallel_size=4)
+    with pytest.raises(InputError, match="quantization is precgraph's to choose"):
+        start(checkpoint("qwen3")[1], quantization="fp8")
+
+
+@pytest.mark.vllm
+def test_an_unknown_family(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
+    path = Path(checkpoint("llama")[1])
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "lama"}))
+    with pytest.raises(UnsupportedModelError, match="knows no model type 'lama'; did you mean 'llama'"):
+        start(path)
+
+
+@pytest.mark.vllm
+def test_another_digest_stops_the_engine(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
+    with pytest.raises(DigestError, match="the trainer runs 123456789abc"):
+        start(checkpoint("qwen3")[1], digest="123456789abcdef")
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("fault", ["shape", "missing", "extra"])
+def test_a_checkpoint_that_does_not_fit(fault: str, checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = Path(checkpoint("qwen3")[1])
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    if fault == "shape":
+        tensors[name] = tensors[name][:, :-8].contiguous()
+    elif fault == "missing":
+        del tensors[name]
+    else:
+        tensors[name.replace("down_proj", "down_proj.base_layer")] = tensors.pop(name)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    messages = {"shape": r"holds bfloat16\[160, 280\]", "missing": "lacks 1 of", "extra": "no parameter of this name"}
+    with pytest.raises(InputError, match=messages[fault]):
+        start(path)
+
+
+@pytest.mark.vllm
+def test_the_trainers_process_is_left_as_it_was(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
+    """vLLM seeds every generator, and replaces torch.set_num_threads by a function that does nothing."""
+    import os
+    import random
+
+    model, path = checkpoint("qwen3")
+    names = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    states: list[Callable[[], Any]] = [
+        lambda: torch.get_rng_state().tolist(), random.getstate, lambda: str(np.random.get_state()),
+        torch.get_num_threads, lambda: torch.set_num_threads, torch.get_default_dtype, lambda: os.sched_getaffinity(0),
+        lambda: [os.environ.get(n) for n in names], lambda: model.config._attn_implementation,
+    ]  # fmt: skip
+    torch.manual_seed(21)
+    before = [state() for state in states]
+    start(path, actor=precgraph.compile(model, "train"))
+    assert [state() for state in states] == before
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+
+
+def test_recipe_error_is_a_value_error() -> None:
+    """What the configuration hook raises passes through vLLM's validation with its message."""
+    assert issubclass(RecipeError, ValueError)

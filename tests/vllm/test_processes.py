@@ -1,0 +1,99 @@
+"""Engines in processes of their own, found there by the entry point; one that dies; the server; a real model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import precgraph
+from precgraph.errors import DigestError, PrecGraphError, StaleWeightsError, SyncError
+from precgraph.runtime.sampling import SamplingParams
+from tests.vllm.conftest import largest_difference, train_step
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+PARAMS = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.9)
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+
+
+def test_an_engine_of_its_own_process(
+    processes: None, checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    """Generate, update by a file, refuse a broken one with its typed error, generate; then the engine is killed."""
+    from precgraph.vllm import save_weights
+
+    model, path = checkpoint("llama")
+    actor = precgraph.compile(model, "train")
+    before = _children()
+    llm = start(path, digest=actor.precgraph.graph.digest())
+    engine = _children() - before
+    assert engine, "the engine runs in this process"
+    samples = llm.generate(prompts, PARAMS)
+    assert largest_difference(actor, samples, 0.7) == 0.0 and samples[0].kept_mass[0] < 1.0
+    train_step(actor, 1)
+    actor.sync()
+    assert llm.sync(actor) == 2
+    assert largest_difference(actor, llm.generate(prompts, PARAMS), 0.7) == 0.0
+    weights = tmp_path / "w.safetensors"
+    save_weights(actor, weights)
+    data = bytearray(weights.read_bytes())
+    data[-9] ^= 1
+    weights.write_bytes(bytes(data))
+    with pytest.raises(SyncError, match="is not the one that the manifest names"):
+        llm.sync(weights)
+    assert largest_difference(actor, llm.generate(prompts[:2], PARAMS), 0.7) == 0.0
+    save_weights(actor, weights)
+    for pid in engine:
+        os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SyncError, match="the engine failed in precgraph_begin"):
+        llm.sync(weights)
+    with pytest.raises(StaleWeightsError, match="start a new engine"):
+        llm.generate(prompts[:1], PARAMS)
+
+
+def _children() -> set[int]:
+    """Processes that this one has started."""
+    import psutil
+
+    return {p.pid for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())}
+
+
+def test_another_digest_is_refused_across_processes(
+    processes: None, checkpoint: Callable[..., Any], start: Callable[..., Any]
+) -> None:
+    """vLLM turns the worker's error into one of its own; ours says what it was."""
+    with pytest.raises(PrecGraphError) as caught:
+        start(checkpoint("qwen2")[1], digest="0" * 64)
+    assert isinstance(caught.value, DigestError)
+
+
+def test_smollm2(start: Callable[..., Any], smollm2: Any, tmp_path: Path) -> None:
+    """Real weights: 30 layers, hidden 576, a KV width of 192, tied embeddings; no width a multiple of 128."""
+    smollm2.save_pretrained(tmp_path)
+    actor = precgraph.compile(smollm2, "train")
+    llm = start(tmp_path, max_model_len=256)
+    prompts = [[1, 4093, 198, *range(300 + 40 * i, 300 + 40 * i + 5 + 20 * i)] for i in range(6)]
+    samples = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.7))
+    assert largest_difference(actor, samples, 0.7) == 0.0
+
+
+def test_the_server_example() -> None:
+    """``vllm serve`` with nothing but ``--hf-overrides``; rescored from what came over HTTP."""
+    example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    done = subprocess.run(
+        [sys.executable, str(example), "--tokens", "12"], capture_output=True, text=True, timeout=300, env=environment,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "max |Δ log-prob| over 48 tokens = 0.0" in done.stdout

@@ -1,0 +1,202 @@
+"""Weights on the wire, without an engine: fingerprints, what a policy consists of, stores that hold no masters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import precgraph
+from precgraph import Recipe
+from precgraph.errors import InputError, StaleWeightsError, SyncError
+from precgraph.runtime.compiled import build_lowered
+from precgraph.runtime.vllm.sync import Entry, Manifest, Receiver, describe, fingerprint, policy
+from precgraph.runtime.vllm.weights import RolloutStore, skeleton, wire
+from precgraph.trace import trace
+from tests.families import CAUSAL_LMS, causal_lm, config
+
+
+def oracle(raw: bytes) -> int:
+    """The fingerprint's formula in Python's integers."""
+    raw += bytes(-len(raw) % 8)
+    words = [int.from_bytes(raw[i : i + 8], "little", signed=True) for i in range(0, len(raw), 8)]
+    return sum((w ^ (w >> 29)) * (2 * i + 1) for i, w in enumerate(words)) % (1 << 64)
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000, 4099])
+def test_fingerprint_is_its_formula(count: int) -> None:
+    data = np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8)
+    assert fingerprint(torch.from_numpy(data)) == oracle(data.tobytes())
+    padded = torch.from_numpy(np.concatenate([data[:1], data]))
+    assert fingerprint(padded[1:]) == oracle(data.tobytes()), "a view at an odd address"
+
+
+def test_fingerprint_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from precgraph.runtime.vllm import sync
+
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    whole = fingerprint(x)
+    monkeypatch.setattr(sync, "_CHUNK", 7)
+    assert fingerprint(x) == whole == oracle(x.numpy().tobytes())
+
+
+def test_fingerprint_sees_every_bit_and_every_exchange() -> None:
+    x = torch.randint(0, 256, (256,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    seen = {fingerprint(x)}
+    for i in range(256):
+        for bit in range(8):
+            y = x.clone()
+            y[i] ^= 1 << bit
+            seen.add(fingerprint(y))
+    for a in range(0, 256, 64):
+        for b in range(a + 64, 256, 64):
+            y = x.clone()
+            y[a : a + 64], y[b : b + 64] = x[b : b + 64].clone(), x[a : a + 64].clone()
+            seen.add(fingerprint(y))
+    assert len(seen) == 1 + 2048 + 6
+
+
+def rollout_store(name: str, recipe: Recipe, **changes: Any) -> RolloutStore:
+    traced = trace(skeleton(config(name, **changes)))
+    program = build_lowered(traced.graph, "infer", recipe, "auto", torch.device("cpu"))
+    return RolloutStore(traced, program, torch.device("cpu"))
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(_bytes(a[n]), _bytes(b[n])) for n in a)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
+
+
+@pytest.mark.parametrize("name", CAUSAL_LMS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_checkpoint_becomes_the_trainers_policy(name: str, tied: bool) -> None:
+    """From a state_dict in any order, without one master that only a quantised linear would read."""
+    model = causal_lm(name, tie_word_embeddings=tied)
+    actor = precgraph.compile(model, "train")
+    manifest, tensors = policy(actor)
+    store = rollout_store(name, Recipe.jet_rl(), tie_word_embeddings=tied)
+    with pytest.raises(StaleWeightsError, match="no weights were loaded yet"):
+        store.require_fresh()
+    weights = list(model.state_dict().items())
+    store.load(reversed(weights))
+    store.require_fresh()
+    assert store.program.graph.digest() == manifest.digest
+    mine = wire(store, store.program)
+    assert equal(mine, tensors) and describe(mine, 1, manifest.digest) == manifest
+    assert equal(wire(*_both(precgraph.compile(actor, "infer"))), tensors)
+    meta = {p for p, t in store.masters.items() if t.is_meta}
+    assert meta == {n.removesuffix("_scale_inv") for n in tensors if n.endswith("_scale_inv")} and len(meta) == 14
+    places = store.addresses()
+    store.load(weights)
+    assert store.addresses() == places and equal(wire(store, store.program), tensors)
+
+
+def _both(model: Any) -> tuple[Any, Any]:
+    return model.precgraph.store, model.precgraph.runner.program
+
+
+def test_installing_copies_bytes() -> None:
+    """What arrives is installed as it is, not quantised again: codes that no weight would give survive."""
+    store = rollout_store("qwen3", Recipe.jet_rl())
+    store.load(causal_lm("qwen3").state_dict().items())
+    _, tensors = policy(precgraph.compile(causal_lm("qwen3", seed=5), "train"))
+    tensors = {n: t.clone() for n, t in tensors.items()}
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name + "_scale_inv"] *= 1.37
+    places = store.addresses()
+    store.install(tensors, 9)
+    assert store.version == 9 and store.addresses() == places
+    assert equal(wire(store, store.program), tensors)
+
+
+def test_skeletons_have_the_models_own_buffers() -> None:
+    model, bones = causal_lm("llama"), skeleton(config("llama"))
+    buffers = dict(model.named_buffers())
+    assert buffers and all(torch.equal(t, buffers[n]) for n, t in bones.named_buffers())
+    assert bones.lm_head.weight is bones.model.embed_tokens.weight  # type: ignore[union-attr]
+    assert {n: p.shape for n, p in bones.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
+    torch.nn.Linear(3, 3)  # what was patched for the construction is back
+    assert not torch.nn.Linear(3, 3).weight.is_meta
+
+
+@pytest.mark.parametrize("fault", ["shape", "dtype", "name", "missing"])
+def test_checkpoints_that_do_not_fit(fault: str) -> None:
+    weights = dict(causal_lm("qwen2").state_dict())
+    name = "model.layers.0.self_attn.q_proj.bias"
+    if fault == "shape":
+        weights[name] = weights[name][:-1]
+    elif fault == "dtype":
+        weights[name] = weights[name].float()
+    elif fault == "name":
+        weights["module." + name] = weights.pop(name)
+    else:
+        del weights[name]
+    store = rollout_store("qwen2", Recipe.jet_rl())
+    messages = {"shape": r"bfloat16\[127\]", "dtype": r"float32\[128\]", "name": "no parameter", "missing": "lacks 1"}
+    with pytest.raises(InputError, match=messages[fault]) as caught:
+        store.load(weights.items())
+    assert (caught.value.path or "").endswith(name)
+    with pytest.raises(StaleWeightsError, match="broke off"):
+        store.require_fresh()
+    store.load(causal_lm("qwen2").state_dict().items())
+    store.require_fresh()
+
+
+def test_the_bf16_recipe_has_no_scales() -> None:
+    model = causal_lm("qwen3")
+    _, tensors = policy(precgraph.compile(model, "train", Recipe.bf16()))
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16, torch.float32}
+    assert [n for n, t in tensors.items() if t.dtype == torch.float32] == ["model.rotary_emb.inv_freq"]
+    store = rollout_store("qwen3", Recipe.bf16())
+    store.load(model.state_dict().items())
+    assert equal(wire(store, store.program), tensors)
+
+
+# --------------------------------------------------------------------------------------- protocol
+
+
+def small() -> tuple[dict[str, Tensor], Manifest, Receiver]:
+    tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+    return tensors, describe(tensors, 3, "d"), Receiver("d", tensors)
+
+
+def test_parts_in_any_order_and_again() -> None:
+    tensors, manifest, receiver = small()
+    receiver.begin(manifest, 2)
+    receiver.update({"b": tensors["b"]})
+    with pytest.raises(SyncError, match=r"^a: 1 of 2 tensors did not arrive"):
+        receiver.finish()
+    receiver.update({"a": tensors["a"]})
+    receiver.update({"a": tensors["a"]})
+    assert receiver.finish()[1].keys() == {"a", "b"}
+    receiver.begin(manifest, 2)
+    assert not receiver.staged, "an update that was not finished is dropped by the next"
+
+
+def test_manifests_survive_json_and_nothing_else() -> None:
+    _, manifest, _ = small()
+    data = manifest.to_json()
+    assert Manifest.from_json(data) == manifest
+    for broken in ({**data, "checksum": "0"}, {**data, "tensors": {}}, {**data, "tensors": [1]}, [], {"protocol": 1}):
+        with pytest.raises(SyncError, match="malformed|own checksum"):
+            Manifest.from_json(broken)
+
+
+def test_updates_out_of_order() -> None:
+    tensors, manifest, receiver = small()
+    for call in (lambda: receiver.update(tensors), receiver.finish):
+        with pytest.raises(SyncError, match="no update has begun"):
+            call()
+    for entries, message in (
+        ({"a": manifest.tensors["a"]}, "^b: the update lacks 1"),
+        ({**manifest.tensors, "c": Entry("bfloat16", (1,), 0)}, "^c: the update has 1 tensors that"),
+        ({**manifest.tensors, "b": Entry("float32", (4,), 0)}, r"brings float32\[4\], the program reads bfloat16\[4\]"),
+    ):
+        with pytest.raises(SyncError, match=message):
+            receiver.begin(Manifest(3, "d", entries), 2)

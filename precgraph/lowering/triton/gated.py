@@ -16,7 +16,7 @@ from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
 from precgraph.formats import Format, QTensor
-from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, require_bf16
+from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, pairs, require_bf16
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
@@ -88,7 +88,7 @@ def fused_gated(
         value,
         rows and rows.codes,
         rows and rows.scales,
-        tokens and tokens.codes,
+        pairs(tokens),
         tokens and tokens.scales,
         T,
         left.stride(0),
@@ -143,7 +143,7 @@ def fused_gated_backward(
         dup,
         rows and rows[-1].codes,
         rows and rows[-1].scales,
-        tokens and tokens[-1].codes,
+        pairs(tokens[-1] if tokens is not None else None),
         tokens and tokens[-1].scales,
         T,
         grad.stride(0),
@@ -180,6 +180,22 @@ def _load(x, rows, cols, stride, inside):
     return tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
+@triton.jit
+def _inside(rows, cols, T, WIDTH: tl.constexpr):
+    return rows[:, None] < T if WIDTH % 128 == 0 else (rows[:, None] < T) & (cols[None, :] < WIDTH)
+
+
+@triton.jit
+def _value(gate, up, value, rows, cols, T, gate_stride, up_stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
+    """``act(gate) * up`` of a tile, bf16, stored if asked for."""
+    inside = _inside(rows, cols, T, WIDTH)
+    activated = activation_value(_load(gate, rows, cols, gate_stride, inside), ACTIVATION)
+    y = (bf16(activated) * _load(up, rows, cols, up_stride, inside)).to(tl.bfloat16)
+    if value is not None:
+        tl.store(value + rows[:, None].to(tl.int64) * WIDTH + cols[None, :], y, mask=inside)
+    return y
+
+
 @triton.jit(do_not_specialize=["T"])
 def _gated_kernel(
     gate,
@@ -199,25 +215,44 @@ def _gated_kernel(
     ROWS_RULE: tl.constexpr,
     TOKENS_RULE: tl.constexpr,
 ):
-    """One tile ``[ROWS, 128]``."""
+    """One tile ``[ROWS, 128]``; for groups of tokens as even and odd rows."""
     columns: tl.constexpr = (WIDTH + 127) // 128
     EVEN: tl.constexpr = WIDTH % 128 == 0
-    row = (tl.program_id(0) // columns) * ROWS
+    line = tl.program_id(0) // columns
     col = (tl.program_id(0) % columns) * 128
-    rows = row + tl.arange(0, ROWS)
     cols = col + tl.arange(0, 128)
-    inside = rows[:, None] < T
-    if not EVEN:
-        inside = inside & (cols[None, :] < WIDTH)
-    activated = activation_value(_load(gate, rows, cols, gate_stride, inside), ACTIVATION)
-    y = (bf16(activated) * _load(up, rows, cols, up_stride, inside)).to(tl.bfloat16)
-    if value is not None:
-        tl.store(value + rows[:, None].to(tl.int64) * WIDTH + cols[None, :], y, mask=inside)
-    y = y.to(SOURCE)
-    if ROWS_RULE is not None:
-        store_rows(y, rows_codes, rows_scales, row, col, T, columns * 128, ROWS_RULE)
-    if TOKENS_RULE is not None:
-        store_tokens(y, tokens_codes, tokens_scales, row, col, T, WIDTH, WIDTH, TOKENS_RULE, EVEN)
+    if TOKENS_RULE is None:
+        rows = line * ROWS + tl.arange(0, ROWS)
+        y = _value(gate, up, value, rows, cols, T, gate_stride, up_stride, WIDTH, ACTIVATION)
+        if ROWS_RULE is not None:
+            store_rows(y.to(SOURCE), rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
+    else:
+        rows = line * 128 + 2 * tl.arange(0, 64)
+        even = _value(gate, up, value, rows, cols, T, gate_stride, up_stride, WIDTH, ACTIVATION).to(SOURCE)
+        odd = _value(gate, up, value, rows + 1, cols, T, gate_stride, up_stride, WIDTH, ACTIVATION).to(SOURCE)
+        if ROWS_RULE is not None:
+            store_rows(even, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
+            store_rows(odd, rows_codes, rows_scales, rows + 1, col, T, columns * 128, ROWS_RULE)
+        store_tokens(even, odd, tokens_codes, tokens_scales, line, cols, T, WIDTH, WIDTH, TOKENS_RULE, EVEN)
+
+
+@triton.jit
+def _grads(
+    dy, gate, up, dgate, dup, rows, cols, T, dy_stride, gate_stride, up_stride,
+    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """``(dgate, dup)`` of a tile, bf16, stored if asked for."""
+    inside = _inside(rows, cols, T, WIDTH)
+    g = _load(dy, rows, cols, dy_stride, inside)
+    x = _load(gate, rows, cols, gate_stride, inside)
+    into_gate = bf16(g * _load(up, rows, cols, up_stride, inside)) * activation_slope(x, ACTIVATION)
+    into_gate = into_gate.to(tl.bfloat16)
+    into_up = (g * bf16(activation_value(x, ACTIVATION))).to(tl.bfloat16)
+    if dgate is not None:
+        at = rows[:, None].to(tl.int64) * WIDTH + cols[None, :]
+        tl.store(dgate + at, into_gate, mask=inside)
+        tl.store(dup + at, into_up, mask=inside)
+    return into_gate, into_up
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -245,28 +280,33 @@ def _gated_backward_kernel(
     """One tile ``[ROWS, 128]`` of both gradients; dup's part of the joint buffers starts ``columns`` blocks later."""
     columns: tl.constexpr = (WIDTH + 127) // 128
     EVEN: tl.constexpr = WIDTH % 128 == 0
-    row = (tl.program_id(0) // columns) * ROWS
+    line = tl.program_id(0) // columns
     col = (tl.program_id(0) % columns) * 128
-    rows = row + tl.arange(0, ROWS)
     cols = col + tl.arange(0, 128)
-    inside = rows[:, None] < T
-    if not EVEN:
-        inside = inside & (cols[None, :] < WIDTH)
-    g = _load(dy, rows, cols, dy_stride, inside)
-    x = _load(gate, rows, cols, gate_stride, inside)
-    u = _load(up, rows, cols, up_stride, inside)
-    into_gate = (bf16(g * u) * activation_slope(x, ACTIVATION)).to(tl.bfloat16)
-    into_up = (g * bf16(activation_value(x, ACTIVATION))).to(tl.bfloat16)
-    if dgate is not None:
-        at = rows[:, None].to(tl.int64) * WIDTH + cols[None, :]
-        tl.store(dgate + at, into_gate, mask=inside)
-        tl.store(dup + at, into_up, mask=inside)
-    into_gate = into_gate.to(SOURCE)
-    into_up = into_up.to(SOURCE)
-    if ROWS_RULE is not None:
-        store_rows(into_gate, rows_codes, rows_scales, row, col, T, columns * 256, ROWS_RULE)
-        store_rows(into_up, rows_codes, rows_scales, row, columns * 128 + col, T, columns * 256, ROWS_RULE)
-    if TOKENS_RULE is not None:
+    to = columns * 128 + col
+    if TOKENS_RULE is None:
+        rows = line * ROWS + tl.arange(0, ROWS)
+        into_gate, into_up = _grads(
+            dy, gate, up, dgate, dup, rows, cols, T, dy_stride, gate_stride, up_stride, WIDTH, ACTIVATION
+        )
+        if ROWS_RULE is not None:
+            store_rows(into_gate.to(SOURCE), rows_codes, rows_scales, rows, col, T, columns * 256, ROWS_RULE)
+            store_rows(into_up.to(SOURCE), rows_codes, rows_scales, rows, to, T, columns * 256, ROWS_RULE)
+    else:
         K: tl.constexpr = 2 * WIDTH
-        store_tokens(into_gate, tokens_codes, tokens_scales, row, col, T, K, K, TOKENS_RULE, EVEN)
-        store_tokens(into_up, tokens_codes, tokens_scales, row, WIDTH + col, T, K, K, TOKENS_RULE, EVEN)
+        rows = line * 128 + 2 * tl.arange(0, 64)
+        gate_even, up_even = _grads(
+            dy, gate, up, dgate, dup, rows, cols, T, dy_stride, gate_stride, up_stride, WIDTH, ACTIVATION
+        )
+        gate_odd, up_odd = _grads(
+            dy, gate, up, dgate, dup, rows + 1, cols, T, dy_stride, gate_stride, up_stride, WIDTH, ACTIVATION
+        )
+        gate_even, gate_odd = gate_even.to(SOURCE), gate_odd.to(SOURCE)
+        up_even, up_odd = up_even.to(SOURCE), up_odd.to(SOURCE)
+        if ROWS_RULE is not None:
+            store_rows(gate_even, rows_codes, rows_scales, rows, col, T, columns * 256, ROWS_RULE)
+            store_rows(gate_odd, rows_codes, rows_scales, rows + 1, col, T, columns * 256, ROWS_RULE)
+            store_rows(up_even, rows_codes, rows_scales, rows, to, T, columns * 256, ROWS_RULE)
+            store_rows(up_odd, rows_codes, rows_scales, rows + 1, to, T, columns * 256, ROWS_RULE)
+        store_tokens(gate_even, gate_odd, tokens_codes, tokens_scales, line, cols, T, K, K, TOKENS_RULE, EVEN)
+        store_tokens(up_even, up_odd, tokens_codes, tokens_scales, line, WIDTH + cols, T, K, K, TOKENS_RULE, EVEN)

@@ -1,4 +1,5 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+# ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
 """Log-probabilities of chosen tokens from fp32 logits, over the full vocabulary; forward and backward.
 
 The rule ``blocks4096``: logits are divided by the temperature (a true division). The vocabulary is cut into blocks of
@@ -17,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
-from precgraph.lowering.triton.primitives import EXACT, ceil_div, exp, halving_sum, log, require
+from precgraph.lowering.triton.primitives import EXACT, ceil_div, exp, halving_sum, log, reciprocal, refine, require
 
 BLOCK = 4096
 _PIECE = 512
@@ -135,7 +136,15 @@ def _shift(maximum):
 
 @triton.jit
 def _tempered(z, divisor, row):
-    return z if divisor is None else tl.div_rn(z, tl.zeros(z.shape, tl.float32) + tl.load(divisor + row))
+    """``z / temperature``: IEEE division of any z that is 0, infinite, or between 2**-100 and 2**100 in magnitude."""
+    if divisor is None:
+        return z
+    else:
+        temperature = tl.load(divisor + row)
+        inverse = reciprocal(temperature)
+        quotient = z * inverse
+        refined = refine(refine(quotient, z, temperature, inverse), z, temperature, inverse)
+        return tl.where(tl.abs(quotient) == float("inf"), quotient, refined)
 
 
 @triton.jit(do_not_specialize=["N"])

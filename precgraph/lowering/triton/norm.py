@@ -17,14 +17,14 @@ from torch import Tensor
 from precgraph.errors import InputError, LoweringError
 from precgraph.formats import Format, QTensor
 from precgraph.lowering.reference.reductions import PIECE
-from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, require_bf16
+from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, pairs, require_bf16
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
     bf16,
     ceil_div,
     halving_sum,
-    quantise,
+    quantise_rows,
     require,
     rule,
     source,
@@ -33,6 +33,7 @@ from precgraph.lowering.triton.primitives import (
 )
 
 _MAX_WIDTH = 16384  # a row has to fit the registers of one program
+_STAGES = 2  # of its loop: while one row is computed, the next one is on its way
 _ROWS_A_PROGRAM = 16  # of the backward: how many rows one partial sum of dweight covers
 
 
@@ -115,7 +116,7 @@ def fused_norm(
             normed,
             rows and rows.codes,
             rows and rows.scales,
-            tokens.codes,
+            pairs(tokens),
             tokens.scales,
             T,
             summed.stride(0),
@@ -123,7 +124,7 @@ def fused_norm(
             source(rows_fmt, tokens_fmt),
             rows_rule,
             tokens_rule,
-            num_warps=8,
+            num_warps=16,
             **EXACT,
         )
     return Normed(total, normed, rows, tokens)
@@ -161,6 +162,7 @@ def rms_norm_backward(
         C,
         _piece(C),
         _ROWS_A_PROGRAM,
+        _STAGES,
         num_warps=4 if C <= 4096 else 8,
         **EXACT,
     )
@@ -267,7 +269,7 @@ def _store_groups(y, codes, scales, rows, cols, group, T, C: tl.constexpr, RULE:
     R: tl.constexpr = y.shape[0]
     G: tl.constexpr = y.shape[1] // 128
     groups: tl.constexpr = (C + 127) // 128
-    quantised, scale = quantise(tl.reshape(y, [R, G, 128]), 2, RULE, codes.dtype.element_ty)
+    quantised, scale = quantise_rows(tl.reshape(y, [R, G, 128]), 2, RULE, codes.dtype.element_ty)
     at = codes + rows[:, None].to(tl.int64) * (groups * 128) + cols
     tl.store(at, tl.reshape(quantised, [R, G * 128]), mask=(rows[:, None] < T) & (cols < groups * 128))
     which = group + tl.arange(0, G)[None, :]
@@ -297,23 +299,28 @@ def _tiles_kernel(
     columns: tl.constexpr = (C + 127) // 128
     EVEN: tl.constexpr = C % 128 == 0
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    row = (tile // columns) * 128
+    line = tile // columns
     col = (tile % columns) * 128
-    rows = row + tl.arange(0, 128)
+    rows = line * 128 + 2 * tl.arange(0, 64)
     cols = col + tl.arange(0, 128)
-    inside = rows[:, None] < T
-    if not EVEN:
-        inside = inside & (cols[None, :] < C)
+    even = _normed_tile(x, weight, scale, normed, rows, cols, T, stride, C).to(SOURCE)
+    odd = _normed_tile(x, weight, scale, normed, rows + 1, cols, T, stride, C).to(SOURCE)
+    if ROWS_RULE is not None:
+        store_rows(even, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
+        store_rows(odd, rows_codes, rows_scales, rows + 1, col, T, columns * 128, ROWS_RULE)
+    store_tokens(even, odd, tokens_codes, tokens_scales, line, cols, T, C, C, TOKENS_RULE, EVEN)
+
+
+@triton.jit
+def _normed_tile(x, weight, scale, normed, rows, cols, T, stride, C: tl.constexpr):
+    """The norm's value of a tile, bf16, stored if asked for; zero outside."""
+    inside = rows[:, None] < T if C % 128 == 0 else (rows[:, None] < T) & (cols[None, :] < C)
     value = tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0)
     root = tl.load(scale + rows, mask=rows < T, other=0.0)
-    gain = tl.load(weight + cols, mask=cols < C, other=0.0)
-    y = _weighted(value, root[:, None], gain[None, :])
+    y = _weighted(value, root[:, None], tl.load(weight + cols, mask=cols < C, other=0.0)[None, :])
     if normed is not None:
         tl.store(normed + rows[:, None].to(tl.int64) * C + cols[None, :], y, mask=inside)
-    y = y.to(SOURCE)
-    if ROWS_RULE is not None:
-        store_rows(y, rows_codes, rows_scales, row, col, T, columns * 128, ROWS_RULE)
-    store_tokens(y, tokens_codes, tokens_scales, row, col, T, C, C, TOKENS_RULE, EVEN)
+    return y
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -332,14 +339,17 @@ def _backward_kernel(
     C: tl.constexpr,
     PIECE: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """``ROWS`` rows, one at a time, and their sum of ``dy * x̂``."""
     pieces: tl.constexpr = (C + PIECE - 1) // PIECE
     lane = tl.arange(0, PIECE)[None, :]
     sums = ()
-    for _ in tl.static_range(pieces):
+    gains = ()
+    for p in tl.static_range(pieces):
         sums = sums + (tl.zeros([1, PIECE], tl.float32),)  # noqa: RUF005
-    for i in range(ROWS):
+        gains = gains + (tl.load(weight + p * PIECE + lane, mask=p * PIECE + lane < C, other=0.0),)  # noqa: RUF005
+    for i in tl.range(0, ROWS, num_stages=STAGES):
         row = tl.program_id(0) * ROWS + i
         at = row.to(tl.int64)
         values = ()
@@ -356,19 +366,18 @@ def _backward_kernel(
         products = tl.zeros([1, PIECE], tl.float32)
         next_sums = ()
         for p in tl.static_range(pieces):
-            cols = p * PIECE + lane
             normed = values[p].to(tl.float32) * root
             grad = grads[p].to(tl.float32)
             next_sums = next_sums + (sums[p] + grad * bf16(normed),)  # noqa: RUF005
-            products = products + bf16(grad * tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)) * normed
+            products = products + bf16(grad * gains[p].to(tl.float32)) * normed
         sums = next_sums
         mean = tl.div_rn(halving_sum(products), tl.full([1], C, tl.float32))[:, None]
         for p in tl.static_range(pieces):
             cols = p * PIECE + lane
             inside = (row < T) & (cols < C)
             normed = values[p].to(tl.float32) * root
-            gain = tl.load(weight + cols, mask=cols < C, other=0.0).to(tl.float32)
-            into = (root * (bf16(grads[p].to(tl.float32) * gain) - normed * mean)).to(tl.bfloat16)
+            grad = bf16(grads[p].to(tl.float32) * gains[p].to(tl.float32))
+            into = (root * (grad - normed * mean)).to(tl.bfloat16)
             if residual is not None:
                 other = tl.load(residual + at * residual_stride + cols, mask=inside, other=0.0)
                 into = (into.to(tl.float32) + other.to(tl.float32)).to(tl.bfloat16)

@@ -5,8 +5,8 @@
 Each is bit for bit what :mod:`precgraph.formats` and :mod:`precgraph.lowering.reference` compute on the same device:
 
 - Nothing is contracted to an FMA and nothing flushes subnormals: every launch passes :data:`EXACT`.
-- ``/`` is not IEEE division in Triton: `tl.div_rn`, `tl.sqrt_rn`, and libdevice's ``exp``, ``erf`` and ``log``, which
-  are the functions that torch's CUDA kernels call.
+- ``/`` is not IEEE division in Triton: `tl.div_rn`, `tl.sqrt_rn`, and libdevice's ``exp`` and ``log``, which are
+  the functions that torch's CUDA kernels call.
 - A largest magnitude is taken on the bits, as integers, in which NaN is larger than infinity and is kept.
 """
 
@@ -33,9 +33,10 @@ GROUP = 128
 _FLOOR = 1e-20  # below it, the remainder of a division could be subnormal
 _TL = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
-Rule = tuple[float, int, bool, bool, bool, bool]
+Rule = tuple[float, int, bool, bool, bool, bool, bool]
 """What of a format the kernels compile in: max, bits of the amax floor, and whether the scale multiplies by 1/max, is
-rounded up to a power of two, divides by its reciprocal, and needs a second refinement of the quotient."""
+rounded up to a power of two, divides by its reciprocal, whether the quotient needs a second refinement, and whether
+codes are e5m2."""
 
 
 def rule(fmt: Format | None, granularity: str) -> Rule | None:
@@ -48,8 +49,8 @@ def rule(fmt: Format | None, granularity: str) -> Rule | None:
             remedy="change the recipe's format, or compile with backend='reference'",
         )
     floor = struct.unpack("<i", struct.pack("<f", fmt.amax_floor))[0]
-    wide = fmt.source == "float32"
-    return fmt.max, floor, fmt.scale_rule != "amax/max", fmt.scale_dtype == "ue8m0", fmt.divide != "true", wide
+    multiplies, power, inverse = fmt.scale_rule != "amax/max", fmt.scale_dtype == "ue8m0", fmt.divide != "true"
+    return fmt.max, floor, multiplies, power, inverse, fmt.source == "float32", fmt.dtype == "float8_e5m2"
 
 
 def source(*formats: Format | None) -> tl.dtype:
@@ -131,35 +132,43 @@ def scale_of(amax, RULE: tl.constexpr):
 
 
 @triton.jit
-def encode(x, scale, inverse, RULE: tl.constexpr, dtype: tl.constexpr):
-    """FP8 codes of fp32 ``x``: ``x / scale`` rounded to nearest even, saturated.
+def ratio(x, scale, inverse, RULE: tl.constexpr):
+    """``x / scale`` in fp32, as the rule divides.
 
     The quotient comes from the correctly rounded reciprocal and its exact remainder: one step gives IEEE division's
-    bits for every bf16 and fp16 mantissa over every fp32 scale mantissa, two for any fp32 value. The cast itself
-    saturates at the largest value.
+    bits for every bf16 and fp16 mantissa over every fp32 scale mantissa, two for any fp32 value.
     """
     quotient = x * inverse
     if not (RULE[3] or RULE[4]):  # by a power of two, and by the reciprocal, the product is the result
         quotient = refine(quotient, x, scale, inverse)
         if RULE[5]:
             quotient = refine(quotient, x, scale, inverse)
-    return quotient.to(dtype)
+    return quotient
 
 
 @triton.jit
-def quantise(x, axis: tl.constexpr, RULE: tl.constexpr, dtype: tl.constexpr):
-    """``(codes, scales)`` of ``x``, in its source dtype, in groups that span ``axis``."""
+def pack_pair(first, second, RULE: tl.constexpr):
+    """Two fp32 to two FP8 codes, rounded to nearest even and saturated, as one int16 with the first one low."""
+    asm: tl.constexpr = "cvt.rn.satfinite." + ("e5m2x2" if RULE[6] else "e4m3x2") + ".f32 $0, $2, $1;"
+    return tl.inline_asm_elementwise(asm, "=h,f,f", [first, second], tl.int16, is_pure=True, pack=1)
+
+
+@triton.jit
+def quantise_rows(x, axis: tl.constexpr, RULE: tl.constexpr, dtype: tl.constexpr):
+    """``(codes, scales)`` of ``x``, in its source dtype, in groups that span ``axis``. The cast saturates."""
     wide = x.to(tl.float32)
     scale, inverse = scale_of(tl.max(magnitude(wide), axis), RULE)
-    codes = encode(wide, tl.expand_dims(scale, axis), tl.expand_dims(inverse, axis), RULE, dtype)
+    codes = ratio(wide, tl.expand_dims(scale, axis), tl.expand_dims(inverse, axis), RULE).to(dtype)
     return codes, scale
 
 
 @triton.jit
-def store_rows(x, codes, scales, row, col, T, stride, RULE: tl.constexpr):
-    """Quantise a tile ``[R, 128]`` at ``(row, col)`` in groups along the row; ``scales [col/128, T up to 4]``."""
-    quantised, scale = quantise(x, 1, RULE, codes.dtype.element_ty)
-    rows = row + tl.arange(0, x.shape[0])
+def store_rows(x, codes, scales, rows, col, T, stride, RULE: tl.constexpr):
+    """Quantise a tile ``[R, 128]`` of ``rows`` from column ``col`` in groups along the row.
+
+    ``codes [T, stride]``, ``scales [stride/128, T up to 4]``.
+    """
+    quantised, scale = quantise_rows(x, 1, RULE, codes.dtype.element_ty)
     cols = col + tl.arange(0, 128)
     inside = rows < T
     tl.store(codes + rows[:, None].to(tl.int64) * stride + cols[None, :], quantised, mask=inside[:, None])
@@ -168,24 +177,26 @@ def store_rows(x, codes, scales, row, col, T, stride, RULE: tl.constexpr):
 
 
 @triton.jit
-def store_tokens(x, codes, scales, row, col, T, K, stride, RULE: tl.constexpr, EVEN: tl.constexpr):
-    """Quantise a tile ``[128, C]`` at ``(row, col)`` in groups along tokens; ``codes [K, T up to 128]``.
+def store_tokens(even, odd, codes, scales, block, cols, T, K, stride, RULE: tl.constexpr, EVEN: tl.constexpr):
+    """Quantise a tile of 128 tokens, its even and odd rows ``[64, C]``, in groups along tokens.
 
-    ``scales [T/128, K]``, rows ``stride`` apart. The values are transposed before they become bytes, which only the
-    16-bit shared memory instructions do well.
+    ``codes [K, (T up to 128)/2]`` are pairs of bytes of neighbouring tokens, which shared memory transposes at its full
+    width; ``scales [T/128, K]``, rows ``stride`` apart.
     """
-    quantised, scale = quantise(tl.trans(x), 1, RULE, codes.dtype.element_ty)
-    rows = row + tl.arange(0, 128)
-    cols = col + tl.arange(0, x.shape[1])
-    padded = ((T + 127) // 128) * 128
-    at = codes + cols[:, None].to(tl.int64) * padded + rows[None, :]
-    block = scales + (row // 128).to(tl.int64) * stride + cols
+    first, second = even.to(tl.float32), odd.to(tl.float32)
+    scale, inverse = scale_of(tl.max(tl.maximum(magnitude(first), magnitude(second)), 0), RULE)
+    first = ratio(first, scale[None, :], inverse[None, :], RULE)
+    second = ratio(second, scale[None, :], inverse[None, :], RULE)
+    pairs = tl.trans(pack_pair(first, second, RULE))
+    padded = ((T + 127) // 128) * 64
+    at = codes + cols[:, None].to(tl.int64) * padded + block * 64 + tl.arange(0, 64)[None, :]
+    to = scales + block.to(tl.int64) * stride + cols
     if EVEN:
-        tl.store(at, quantised)
-        tl.store(block, scale)
+        tl.store(at, pairs)
+        tl.store(to, scale)
     else:
-        tl.store(at, quantised, mask=cols[:, None] < K)
-        tl.store(block, scale, mask=cols < K)
+        tl.store(at, pairs, mask=cols[:, None] < K)
+        tl.store(to, scale, mask=cols < K)
 
 
 # ------------------------------------------------------------------------------------------ sums
@@ -223,6 +234,25 @@ def log(x):
     return libdevice.log(x)
 
 
+@triton.jit
+def erf(x):
+    """The ``erff`` of CUDA 13, which torch's wheels for it call; the libdevice of Triton 3.6 has an older one."""
+    large = tl.abs(x) >= 1.00296
+    t = tl.where(large, tl.abs(x), x * x)
+    r = tl.where(large, 0.000112198715, 8.4834945e-05)
+    r = tl.fma(r, t, tl.where(large, -0.0013275252, -0.00082130916))
+    r = tl.fma(r, t, tl.where(large, 0.008396535, 0.005213489))
+    r = tl.fma(r, t, tl.where(large, -0.040246584, -0.026868774))
+    r = tl.fma(r, t, tl.where(large, 0.15950431, 0.11284005))
+    r = tl.fma(r, t, tl.where(large, 0.9129177, -0.37612665))
+    r = tl.fma(r, t, tl.where(large, 0.62906003, 0.12837915))
+    t = tl.where(large, negative(t), x)
+    r = tl.fma(r, t, t)
+    power = tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [r], tl.float32, is_pure=True, pack=1)
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return tl.where(large, ((1.0 - power).to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True), r)
+
+
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _GELU_TANH = tl.constexpr(0.7978845608028654)
@@ -236,9 +266,9 @@ def activation_value(x, NAME: tl.constexpr):
     if NAME == "silu":
         quarter, inverse = _silu_quarter(x)
         quotient = refine(x * inverse, x, quarter, inverse) * 0.25
-        return tl.where(x < _UNDERFLOW, x * 0.0, quotient)
+        return tl.where(tl.abs(x) > _SATURATED, tl.maximum(x, x * 0.0), quotient)
     elif NAME == "gelu":
-        return x * (0.5 * (1.0 + libdevice.erf(x * _SQRT_HALF)))
+        return x * (0.5 * (1.0 + erf(x * _SQRT_HALF)))
     else:
         tl.static_assert(NAME == "gelu_tanh")
         return 0.5 * x * (1.0 + _gelu_tanh(x))
@@ -249,10 +279,10 @@ def activation_slope(x, NAME: tl.constexpr):
     """``act'(x)`` in fp32, for every finite bf16 ``x``."""
     if NAME == "silu":
         _, inverse = _silu_quarter(x)
-        sigmoid = tl.where(x < _UNDERFLOW, 0.0, inverse * 0.25)
+        sigmoid = tl.where(x < -_SATURATED, 0.0, inverse * 0.25)
         return sigmoid * (1.0 + x * (1.0 - sigmoid))
     elif NAME == "gelu":
-        cdf = 0.5 * (1.0 + libdevice.erf(x * _SQRT_HALF))
+        cdf = 0.5 * (1.0 + erf(x * _SQRT_HALF))
         return cdf + x * (_INV_SQRT_2PI * exp(-0.5 * (x * x)))
     else:
         tl.static_assert(NAME == "gelu_tanh")
@@ -261,7 +291,7 @@ def activation_slope(x, NAME: tl.constexpr):
         return 0.5 * (1.0 + tanh) + 0.5 * x * ((1.0 - tanh * tanh) * slope)
 
 
-_UNDERFLOW = tl.constexpr(-88.75)  # exp(-x) is infinite for the next bf16 below
+_SATURATED = tl.constexpr(88.75)  # exp(-x) is infinite beyond -88.75, and 1 + exp(-x) is 1 beyond 88.75
 
 
 @triton.jit

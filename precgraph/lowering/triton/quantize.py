@@ -14,13 +14,14 @@ from torch import Tensor
 
 from precgraph.errors import InputError
 from precgraph.formats import Format, QTensor
-from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens
+from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, pairs
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
     ceil_div,
-    encode,
     magnitude,
+    pack_pair,
+    ratio,
     require,
     rule,
     scale_of,
@@ -68,7 +69,7 @@ def _quantize(x: Tensor, rows_fmt: Format | None, tokens_fmt: Format | None) -> 
         flat,
         rows and rows.codes,
         rows and rows.scales,
-        tokens and tokens.codes,
+        pairs(tokens),
         tokens and tokens.scales,
         T,
         flat.stride(0),
@@ -77,7 +78,7 @@ def _quantize(x: Tensor, rows_fmt: Format | None, tokens_fmt: Format | None) -> 
         source(rows_fmt, tokens_fmt),
         rows_rule,
         tokens_rule,
-        num_warps=8 if tokens is not None else 4,
+        num_warps=16 if tokens is not None else 4,
         **EXACT,
     )
     return rows, tokens
@@ -101,18 +102,30 @@ def _quantize_kernel(
     """One tile ``[ROWS, 128]``: read once, written in each layout that is asked for."""
     columns: tl.constexpr = (K + 127) // 128
     EVEN: tl.constexpr = K % 128 == 0
-    row = (tl.program_id(0) // columns) * ROWS
+    line = tl.program_id(0) // columns
     col = (tl.program_id(0) % columns) * 128
-    rows = row + tl.arange(0, ROWS)
     cols = col + tl.arange(0, 128)
+    if TOKENS_RULE is None:
+        rows = line * ROWS + tl.arange(0, ROWS)
+        value = _load(x, rows, cols, T, stride, K, EVEN, SOURCE)
+        store_rows(value, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
+    else:
+        rows = line * 128 + 2 * tl.arange(0, 64)
+        even = _load(x, rows, cols, T, stride, K, EVEN, SOURCE)
+        odd = _load(x, rows + 1, cols, T, stride, K, EVEN, SOURCE)
+        if ROWS_RULE is not None:
+            store_rows(even, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
+            store_rows(odd, rows_codes, rows_scales, rows + 1, col, T, columns * 128, ROWS_RULE)
+        store_tokens(even, odd, tokens_codes, tokens_scales, line, cols, T, K, K, TOKENS_RULE, EVEN)
+
+
+@triton.jit
+def _load(x, rows, cols, T, stride, K: tl.constexpr, EVEN: tl.constexpr, SOURCE: tl.constexpr):
+    """A tile in its source dtype, zero outside."""
     inside = rows[:, None] < T
     if not EVEN:
         inside = inside & (cols[None, :] < K)
-    value = tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0).to(SOURCE)
-    if ROWS_RULE is not None:
-        store_rows(value, rows_codes, rows_scales, row, col, T, columns * 128, ROWS_RULE)
-    if TOKENS_RULE is not None:
-        store_tokens(value, tokens_codes, tokens_scales, row, col, T, K, K, TOKENS_RULE, EVEN)
+    return tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0).to(SOURCE)
 
 
 # -------------------------------------------------------------------------------------------- weights
@@ -151,7 +164,7 @@ def quantize_weight(
         flat,
         codes,
         scales,
-        codes_t,
+        None if codes_t is None else codes_t.view(torch.int16),
         scales_t,
         flat.stride(0),
         0 if codes_t is None else codes_t.stride(0),
@@ -160,7 +173,7 @@ def quantize_weight(
         K,
         source(fmt),
         rule(fmt, "128x128"),
-        num_warps=8,
+        num_warps=16,
         **EXACT,
     )
 
@@ -182,20 +195,23 @@ def _weight_kernel(
 ):
     """One block: amax of 128×128 values, its codes and its transposed codes."""
     columns: tl.constexpr = (K + 127) // 128
+    lines: tl.constexpr = (N + 127) // 128
+    EVEN: tl.constexpr = K % 128 == 0
     line = tl.program_id(0) // columns
     column = tl.program_id(0) % columns
-    rows = line * 128 + tl.arange(0, 128)
+    rows = line * 128 + 2 * tl.arange(0, 64)
     cols = column * 128 + tl.arange(0, 128)
-    at = x + rows[:, None].to(tl.int64) * stride + cols[None, :]
-    if N % 128 == 0 and K % 128 == 0:
-        value = tl.load(at)
-    else:
-        value = tl.load(at, mask=(rows[:, None] < N) & (cols[None, :] < K), other=0.0)
-    value = value.to(SOURCE).to(tl.float32)
-    scale, inverse = scale_of(tl.max(tl.max(magnitude(value), 1), 0), RULE)
-    quantised = encode(value, scale, inverse, RULE, codes.dtype.element_ty)
-    tl.store(codes + rows[:, None].to(tl.int64) * (columns * 128) + cols[None, :], quantised)
+    even = _load(x, rows, cols, N, stride, K, EVEN, SOURCE).to(tl.float32)
+    odd = _load(x, rows + 1, cols, N, stride, K, EVEN, SOURCE).to(tl.float32)
+    amax = tl.max(tl.max(tl.maximum(magnitude(even), magnitude(odd)), 1), 0)
+    scale, inverse = scale_of(amax, RULE)
+    even = ratio(even, scale, inverse, RULE)
+    odd = ratio(odd, scale, inverse, RULE)
+    at = codes + rows[:, None].to(tl.int64) * (columns * 128) + cols[None, :]
+    tl.store(at, even.to(codes.dtype.element_ty))
+    tl.store(at + columns * 128, odd.to(codes.dtype.element_ty))
     tl.store(scales + line * columns + column, scale)
     if codes_t is not None:
-        tl.store(codes_t + cols[:, None].to(tl.int64) * codes_step + rows[None, :], tl.trans(quantised))
+        at = codes_t + cols[:, None].to(tl.int64) * (codes_step // 2) + line * 64 + tl.arange(0, 64)[None, :]
+        tl.store(at, tl.trans(pack_pair(even, odd, RULE)))
         tl.store(scales_t + column * scales_step + line, scale)

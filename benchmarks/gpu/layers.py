@@ -12,7 +12,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import precgraph
 from benchmarks.common.results import Result, append
+from precgraph.formats import Format
+from precgraph.recipe import Recipe
 from precgraph.runtime.contexts import PackedContext
 
 REPEATS = 5
@@ -133,7 +135,6 @@ def backend(attention: str) -> Any:
 
 def profile(call: Callable[[], object], count: int = 28) -> None:
     """Where the time of one call goes, by kernel."""
-    call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
         call()
         torch.cuda.synchronize()
@@ -159,17 +160,26 @@ def main() -> None:
         ids = torch.randint(32768, (sequences, length), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
         table = {name: times for kind in options.peers for name, times in peers(kind, options.layers, ids)}
         with fresh(options.layers) as model:
-            table["precgraph FP8"] = measure_ours(model, ids, profiled=options.profile)
+            table["precgraph FP8"] = measure_ours(model, ids, Recipe.jet_rl(), profiled=options.profile)
+        with fresh(options.layers) as model:
+            table["precgraph, X 128x128"] = measure_ours(model, ids, wgrad_in_blocks(), profiled=False)
         report(f"{options.layers} layers, {batch}", table)
 
 
-def measure_ours(model: Any, ids: Tensor, *, profiled: bool) -> Times:
+def wgrad_in_blocks() -> Recipe:
+    """WGrad's activations in 128x128 blocks, which the faster 1D2D kernel takes: an option, not the paper's recipe."""
+    recipe = Recipe.jet_rl()
+    return replace(recipe, linear=replace(recipe.linear, wgrad_activation=Format("float8_e4m3fn", "128x128")))
+
+
+def measure_ours(model: Any, ids: Tensor, recipe: Recipe, *, profiled: bool) -> Times:
     """The compiled program's times, with a profile on request."""
-    actor = precgraph.compile(model, "train")
+    actor = precgraph.compile(model, "train", recipe)
     hidden = ours(actor, ids)
     times = measure(hidden, actor)
     if profiled:
         gradient = torch.randn(1, ids.numel(), 4096, device="cuda", dtype=torch.bfloat16)
+        actor.zero_grad(set_to_none=True)
         profile(lambda: hidden().backward(gradient))
     return times
 

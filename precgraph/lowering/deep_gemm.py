@@ -1,7 +1,8 @@
 """GEMMs on Hopper by DeepGEMM: FP8 for linears (FProp, DGrad, WGrad), bf16 for lm_head and what recipes leave out.
 
 FProp and DGrad run the 1D2D kernel (one operand in groups of 1x128, the weight in 128x128 blocks, bf16 out), WGrad the
-1D1D kernel (both operands in groups of 128 along tokens, fp32 out, rounded once). Both add up 128 products in the
+1D1D kernel (both operands in groups of 128 along tokens, fp32 out, rounded once), or 1D2D where a recipe quantises the
+activation in 128x128 blocks. Both add up 128 products in the
 tensor core, scale the sum and add it to an fp32 accumulator, group after group: rows do not depend on each other and
 nothing is split, so results are row-invariant and deterministic whatever tile the library picks (a test shows it).
 
@@ -29,7 +30,15 @@ from precgraph.errors import LoweringError
 from precgraph.formats import QTensor
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8
-from precgraph.lowering.packs import Fp8Weight, MasterWeight, is_whole_stack, joined_columns, pad_columns, padded
+from precgraph.lowering.packs import (
+    Fp8Weight,
+    MasterWeight,
+    adjacent_columns,
+    is_whole_stack,
+    joined_columns,
+    pad_columns,
+    padded,
+)  # fmt: skip
 from precgraph.lowering.registry import Kernel, register
 
 _DISTRIBUTIONS = (("deep_gemm", "sgl-deep-gemm", "0.1."), ("vllm.third_party.deep_gemm", "vllm", "0."))
@@ -134,20 +143,31 @@ def _gemm_1d2d(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tens
 
 
 def fp8_wgrad(dy: QTensor, x: QTensor) -> Tensor:
-    """WGrad: ``dyᵀ @ x``, both 128x1 along tokens; fp32 sums, rounded to bf16 ``[N, K]``."""
-    return fp8_wgrads([dy], x)[0]
+    """WGrad: ``dyᵀ @ x``, both in groups of 128 along tokens; fp32 sums, rounded to bf16 ``[N, K]``.
+
+    The groups of ``x`` may be 128 columns wide, too: then the faster 1D2D kernel serves, which writes bf16 itself.
+    """
+    left = dy.codes.t().contiguous(), _rows_major(dy.scales.t())
+    codes, scales = x.codes.t().contiguous(), x.scales.t()
+    if x.format.block[1] > 1:
+        return _gemm_1d2d(*left, codes, scales)[:, : x.shape[-1]]
+    # The kernel adds to what is there; TMA wants rows of 16 bytes.
+    total = torch.zeros(left[0].shape[0], padded(codes.shape[0], 4), dtype=torch.float32, device=codes.device)
+    total = total[:, : codes.shape[0]]
+    right = codes, _rows_major(scales)
+    _module().fp8_gemm_nt(left, right, total, c=total, recipe=(1, 1, 128), disable_ue8m0_cast=True)
+    return total.to(torch.bfloat16)
 
 
 def fp8_wgrads(dys: Sequence[QTensor], x: QTensor) -> list[Tensor]:
-    """WGrad of linears that read one value: one GEMM, rows ``N_i`` of its result each."""
-    codes, scales = joined_columns([d.codes for d in dys]).t(), joined_columns([d.scales for d in dys]).t()
-    # TMA wants rows of 16 bytes.
-    total = torch.zeros(codes.shape[0], padded(x.codes.shape[1], 4), dtype=torch.float32, device=codes.device)
-    total = total[:, : x.codes.shape[1]]
-    left = codes.contiguous(), _rows_major(scales)
-    right = x.codes.t().contiguous(), _rows_major(x.scales.t())
-    _module().fp8_gemm_nt(left, right, total, c=total, recipe=(1, 1, 128), disable_ue8m0_cast=True)
-    return list(total.to(torch.bfloat16).split([d.codes.shape[1] for d in dys]))
+    """WGrad of linears that read one value: one GEMM where their gradients lie side by side, rows ``N_i`` each."""
+    codes, scales = [d.codes for d in dys], [d.scales for d in dys]
+    if not adjacent_columns(codes) or not adjacent_columns(scales):
+        return [fp8_wgrad(d, x) for d in dys]
+    widths = [c.shape[1] for c in codes]
+    shape = torch.Size((*dys[0].shape[:-1], sum(widths)))
+    joint = QTensor(joined_columns(codes), joined_columns(scales), shape, dys[0].format)
+    return list(fp8_wgrad(joint, x).split(widths))
 
 
 def _like(y: Tensor, shape: torch.Size) -> Tensor:
@@ -222,11 +242,16 @@ def _linears(members: Sequence[fx.Node], escaping: frozenset[fx.Node]) -> Fused 
 
 
 def _wgrads(members: Sequence[fx.Node], escaping: frozenset[fx.Node]) -> Fused | None:
-    """The WGrads of such a group."""
+    """The WGrads of such a group, last linear first in a backward: their operands lie in the linears' order."""
     x = members[0].args[1]
-    if any(n.target is not ops.linear_wgrad or n.args[1] is not x or not fp8("128x1", "128x1")(n) for n in members):
+    members = members[::-1]
+    if any(n.target is not ops.linear_wgrad or n.args[1] is not x or not _wgrad_in_fp8(n) for n in members):
         return None
     return Fused(fp8_wgrads, ([Of(n, 0) for n in members], Of(members[0], 1)), tuple(members))
+
+
+def _wgrad_in_fp8(node: fx.Node) -> bool:
+    return fp8("128x1", "128x1")(node) or fp8("128x1", "128x128")(node)
 
 
 # ----------------------------------------------------------------------------------------- records
@@ -247,6 +272,7 @@ register(
     _kernel("linear", fp8_linear, "fp8 1D2D", fp8("1x128", "128x128"), pack=Fp8Weight),
     _kernel("linear_dgrad", fp8_dgrad, "fp8 1D2D", fp8("1x128", "128x128"), pack=Fp8Weight),
     _kernel("linear_wgrad", fp8_wgrad, "fp8 1D1D", fp8("128x1", "128x1"), row_invariant=False),
+    _kernel("linear_wgrad", fp8_wgrad, "fp8 1D2D", fp8("128x1", "128x128"), row_invariant=False),
     _kernel("linear", bf16_linear, "bf16", bf16("bfloat16"), pack=MasterWeight),
     _kernel("lm_head", bf16_logits, "bf16 to fp32", bf16("float32"), pack=MasterWeight),
     _kernel("linear_dgrad", bf16_dgrad, "bf16", bf16("bfloat16"), pack=MasterWeight),

@@ -133,21 +133,27 @@ def is_whole_stack(weights: Sequence[Fp8Weight]) -> bool:
     return stop == stack.codes.shape[0]
 
 
+def adjacent_columns(parts: Sequence[Tensor]) -> bool:
+    """Whether tensors ``[M, n_i]`` are neighbouring slices of the columns of one tensor, in order."""
+    first, offset = parts[0], parts[0].storage_offset()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.stride() != first.stride() or part.storage_offset() != offset:
+            return False
+        offset += part.shape[1] * part.stride(1)
+    return True
+
+
 def joined_columns(parts: Sequence[Tensor]) -> Tensor:
     """Tensors ``[M, n_i]`` side by side: their common storage where they are slices of one, else a copy.
 
     Kernels that make several operands of one GEMM write them into one buffer; then this costs nothing.
     """
-    first = parts[0]
     if len(parts) == 1:
-        return first
-    offset, step = first.storage_offset(), first.stride(1)
-    for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.stride() != first.stride() or part.storage_offset() != offset:
-            return _copied_columns(parts)
-        offset += part.shape[1] * step
-    return first.as_strided((first.shape[0], sum(p.shape[1] for p in parts)), first.stride())
+        return parts[0]
+    if not adjacent_columns(parts):
+        return _copied_columns(parts)
+    return parts[0].as_strided((parts[0].shape[0], sum(p.shape[1] for p in parts)), parts[0].stride())
 
 
 def _copied_columns(parts: Sequence[Tensor]) -> Tensor:

@@ -38,12 +38,17 @@ def _users(node: fx.Node, *targets: Callable[..., object]) -> list[fx.Node]:
     return [u for u in node.users if is_call(u, *targets)]
 
 
+def _quantizers(node: fx.Node) -> list[fx.Node]:
+    """Quantisers along rows or along tokens. Blocks of both are quantised on their own: no fused kernel makes them."""
+    return [q for q in _users(node, ops.quantize) if 1 in precision(q).format.block]
+
+
 # ----------------------------------------------------------------------------------------- forward
 
 
 def norm_quantize(node: fx.Node) -> list[fx.Node]:
     """The residual add before a norm (of one segment with it), the norm, its quantisers."""
-    quantizers = _users(node, ops.quantize) if is_call(node, ops.rms_norm) else []
+    quantizers = _quantizers(node) if is_call(node, ops.rms_norm) else []
     if not quantizers:
         return []
     source = node.args[0]
@@ -53,7 +58,7 @@ def norm_quantize(node: fx.Node) -> list[fx.Node]:
 
 def gated_quantize(node: fx.Node) -> list[fx.Node]:
     """A gated unit, or an activation, and its quantisers."""
-    return [node, *_users(node, ops.quantize)] if is_call(node, ops.gated, ops.activate) else []
+    return [node, *_quantizers(node)] if is_call(node, ops.gated, ops.activate) else []
 
 
 def norm_rope(node: fx.Node) -> list[fx.Node]:
@@ -87,14 +92,14 @@ def gated_backward_quantize(node: fx.Node) -> list[fx.Node]:
     if not is_call(node, ops.gated_backward):
         return []
     parts = _users(node, operator.getitem)
-    return [node, *parts, *(q for part in parts for q in _users(part, ops.quantize))]
+    return [node, *parts, *(q for part in parts for q in _quantizers(part))]
 
 
 def gradients_of_projections(node: fx.Node) -> list[fx.Node]:
     """The quantisers of all output gradients of a projection group, which one DGrad reads."""
     if not is_call(node, ops.linear_dgrad) or len(node.args[0]) == 1:  # type: ignore[arg-type]
         return []
-    return [q for dy in _quantized(node) for q in _users(dy, ops.quantize)]
+    return [q for dy in _quantized(node) for q in _quantizers(dy)]
 
 
 def _quantized(dgrad: fx.Node) -> Iterator[fx.Node]:
@@ -112,7 +117,7 @@ def wgrads_of_projections(node: fx.Node) -> list[fx.Node]:
 
 def twin_quantizers(node: fx.Node) -> list[fx.Node]:
     """The quantisers of one value: along its rows and along tokens."""
-    return _users(node, ops.quantize) if node.op != "get_attr" else []
+    return _quantizers(node) if node.op != "get_attr" else []
 
 
 RULES: tuple[tuple[str, Rule], ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import precgraph
+from precgraph.formats import Format
+from precgraph.recipe import Recipe
 from precgraph.runtime.cache import PagedCache
 from precgraph.runtime.engine import run_paged
 from precgraph.runtime.logprobs import logprobs_from_logits
@@ -99,43 +102,62 @@ def test_trainer_and_rollout_agree_on_every_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_gradients(name: str) -> None:
-    """The backward repeats its bits, with checkpointing too."""
+def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward repeats its bits when torch is told to, with checkpointing too."""
     actor, _ = pair(name)
     ids, bounds = packed(name)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 
     def gradients() -> dict[str, Tensor]:
         actor.zero_grad(set_to_none=True)
         (-precgraph.token_logprobs(actor, ids, cu_seq_lens=bounds)).mean().backward()
         return {n: p.grad.clone() for n, p in actor.named_parameters()}
 
-    first, again = gradients(), gradients()
-    assert [n for n in first if not torch.equal(first[n], again[n])] == []
-    assert all(bool(g.isfinite().all()) and float(g.float().norm()) > 0 for g in first.values())
-    actor.gradient_checkpointing_enable()
+    torch.use_deterministic_algorithms(True)
     try:
+        first, again = gradients(), gradients()
+        actor.gradient_checkpointing_enable()
         checkpointed = gradients()
     finally:
         actor.gradient_checkpointing_disable()
+        torch.use_deterministic_algorithms(False)
+    assert [n for n in first if not torch.equal(first[n], again[n])] == []
+    assert all(bool(g.isfinite().all()) and float(g.float().norm()) > 0 for g in first.values())
     assert [n for n in first if not torch.equal(first[n], checkpointed[n])] == []
     actor.zero_grad(set_to_none=True)
 
 
-def test_gradients_against_the_reference_backend() -> None:
-    """Within 1 % in norm for every parameter: GEMMs and attention round elsewhere, everything around them is equal."""
-    actor, _ = pair("smollm2")
+def copy_of(actor: Any, recipe: Recipe, backend: str) -> Any:
+    """Another model of actor's weights."""
     make, config = CONFIGS["smollm2"]
     with torch.device("cuda"):
         twin = make._from_config(config, dtype=torch.bfloat16)
     twin.load_state_dict(actor.state_dict())
-    reference = precgraph.compile(twin, "train", backend="reference")
+    return precgraph.compile(twin, "train", recipe, backend)
+
+
+def test_gradients_are_as_near_to_bf16_as_the_references() -> None:
+    """FP8 codes flip where GEMMs round elsewhere, so backends differ by about as much as FP8 from BF16, but both are
+    equally far from BF16; so is the WGrad whose activations are quantised in 128x128 blocks."""
+    actor, _ = pair("smollm2")
+    jet = Recipe.jet_rl()
+    blocks = replace(jet, linear=replace(jet.linear, wgrad_activation=Format("float8_e4m3fn", "128x128")))
+    models = {
+        "bf16": copy_of(actor, Recipe.bf16(), "auto"), "reference": copy_of(actor, jet, "reference"), "fp8": actor,
+        "blocks": copy_of(actor, blocks, "auto"),
+    }  # fmt: skip
     ids = packed("smollm2")[0][:, :400]
-    for model in (actor, reference):
+    grads = {}
+    for name, model in models.items():
         model.zero_grad(set_to_none=True)
         (-precgraph.token_logprobs(model, ids)).mean().backward()
-    worst = {
-        n: float((p.grad.double() - q.grad.double()).norm() / q.grad.double().norm())
-        for (n, p), q in zip(actor.named_parameters(), reference.parameters(), strict=True)
+        grads[name] = {n: p.grad.double() for n, p in model.named_parameters()}
+    error = {
+        name: {n: float((g - grads["bf16"][n]).norm() / grads["bf16"][n].norm()) for n, g in grads[name].items()}
+        for name in models
     }
-    print({n: round(e, 4) for n, e in sorted(worst.items(), key=lambda item: -item[1])[:5]})
-    assert max(worst.values()) < 0.05
+    mean = {name: sum(errors.values()) / len(errors) for name, errors in error.items()}
+    print("mean relative error of gradients against bf16:", {name: round(m, 4) for name, m in mean.items()})
+    for name in ("fp8", "blocks"):
+        assert mean[name] < 1.05 * mean["reference"]
+        assert all(e < 1.25 * error["reference"][n] for n, e in error[name].items())

@@ -99,11 +99,12 @@ def fp8_dgrad(dys: Sequence[QTensor], weights: Sequence[Float64Weight]) -> Tenso
 
 
 def fp8_wgrad(dy: QTensor, x: QTensor) -> Tensor:
-    """WGrad: ``dyᵀ @ x``, both in groups along tokens; fp32 sums rounded to bf16 ``[N, K]``."""
+    """WGrad: ``dyᵀ @ x``, both in groups along tokens, x's of one column or more; bf16 of the fp32 sums ``[N, K]``."""
     group = dy.format.block[0]
     left = dy.codes.double().unflatten(0, (-1, group)).transpose(1, 2)  # [T/128, N, 128]
     right = x.codes.double().unflatten(0, (-1, group))  # [T/128, 128, K]
-    return _accumulate(left, right, dy.scales, x.scales).to(torch.bfloat16)
+    columns = x.scales.repeat_interleave(x.format.block[1], 1)
+    return _accumulate(left, right, dy.scales, columns)[:, : x.shape[-1]].to(torch.bfloat16)
 
 
 def _accumulate(left: Tensor, right: Tensor, rows: Tensor, columns: Tensor, total: Tensor | None = None) -> Tensor:

@@ -43,7 +43,17 @@ def unavailable(device: torch.device) -> LoweringError | None:
 
 def _quantize(x: Tensor, fmt: Format) -> QTensor:
     """Activations and gradients; weights are quantised by their packs."""
+    if fmt.granularity == _BLOCKS:
+        return _quantize_blocks(x, fmt)
     return quantize.quantize_rows(x, fmt) if fmt.granularity == _ROWS else quantize.quantize_tokens(x, fmt)
+
+
+def _quantize_blocks(x: Tensor, fmt: Format) -> QTensor:
+    """An activation in 128x128 blocks, stored transposed, as a WGrad reads it."""
+    flat = x.reshape(-1, x.shape[-1])
+    codes, scales, codes_t, scales_t = quantize.new_weight(flat.shape, fmt, x.device)
+    quantize.quantize_weight(flat, fmt, codes, scales, codes_t, scales_t)
+    return QTensor(codes_t.t(), scales_t.t(), x.shape, fmt)
 
 
 def _wide(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -289,7 +299,8 @@ def _quantize_parts(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | Non
     """Quantisers of one value, or of the output gradients of a projection group: the same formats of each."""
     if any(n.target is not ops.quantize for n in members):
         return None
-    sources = list(dict.fromkeys(n.args[0] for n in members))
+    # A backward meets the linears of a group in reverse; DGrad reads their gradients in order.
+    sources = list(dict.fromkeys(n.args[0] for n in members))[::-1]
     found = [_quantizers(members, s) for s in sources]  # type: ignore[arg-type]
     first = found[0]
     if not first or any(not f or _formats(f) != _formats(first) for f in found):

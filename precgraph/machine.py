@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -139,33 +140,24 @@ def _vllm() -> Status:
 
 def flags() -> list[Status]:
     """Global switches of this process that change fp32 results, as they are now."""
-    precision = torch.get_float32_matmul_precision()
     flushed = float(torch.tensor(1e-40) * 1.0) == 0.0
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     override = os.environ.get("NVIDIA_TF32_OVERRIDE")
+    subnormal = "flushed to zero" if flushed else "kept"
+    tf32 = "unset it: it turns fp32 into TF32 behind torch's back"
+    threads = f"{torch.get_num_threads()} (OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')})"
     return [
-        Status(
-            "float32 matmul precision",
-            precision == "highest",
-            precision,
-            "torch.set_float32_matmul_precision('highest')",
-        ),
-        Status(
-            "subnormal numbers",
-            not flushed,
-            "flushed to zero" if flushed else "kept",
-            "torch.set_flush_denormal(False)",
-        ),
-        Status(
-            "NVIDIA_TF32_OVERRIDE",
-            override in (None, "0"),
-            override or "not set",
-            "unset it: it turns fp32 into TF32 behind torch's back",
-        ),
+        _matmul("fp32 matmuls on CUDA", torch.backends.cuda.matmul),
+        _matmul("fp32 matmuls on the CPU", torch.backends.mkldnn.matmul),  # type: ignore[attr-defined]
+        Status("NVIDIA_TF32_OVERRIDE", override in (None, "0"), override or "not set", tf32),
+        Status("subnormal numbers", not flushed, subnormal, "torch.set_flush_denormal(False)"),
         Status("autocast", True, "on; programs run with it off" if autocast else "off"),
-        Status(
-            "threads",
-            True,
-            f"{torch.get_num_threads()} (OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS', 'not set')})",
-        ),
+        Status("threads", True, threads),
     ]
+
+
+def _matmul(name: str, backend: Any) -> Status:
+    """Asks the backend: the process-wide getter fails once torch's newer switches have been used."""
+    precision = backend.fp32_precision
+    exact = precision in ("none", "ieee")
+    return Status(name, exact, "exact" if exact else precision, "torch.set_float32_matmul_precision('highest')")

@@ -25,13 +25,15 @@ _WIDEST = 90  # longer cells do not widen their column
 class Group:
     """Consecutive nodes of one segment: its parameters, its forward (and refresh) or its backward.
 
-    ``layers`` are the numbers of the layers that the group stands for, empty outside of layers.
+    ``layers`` are the numbers of the layers that the group stands for, empty outside of layers; ``alike`` the groups
+    that it stands for, node by node, if it has been folded.
     """
 
     segment: str
     kind: str
     records: tuple[Record, ...]
     layers: tuple[int, ...] = ()
+    alike: tuple[Group, ...] = ()
 
     @property
     def title(self) -> str:
@@ -104,7 +106,7 @@ def _folded(found: Sequence[Group]) -> list[Group]:
     for _, alike in groupby(found, key=lambda g: _signature(g, places)):
         members = list(alike)
         lowest = min(members, key=lambda g: g.layers)
-        out.append(replace(lowest, layers=tuple(n for g in members for n in g.layers)))
+        out.append(replace(lowest, layers=tuple(n for g in members for n in g.layers), alike=tuple(members)))
     return out
 
 
@@ -202,7 +204,7 @@ _COLOURS = {"forward": "#dbe9f6", "refresh": "#fbe5c8", "backward": "#e6dcf2", "
 def render_dot(graph: PrecisionGraph, *, fold: bool = True, layer: int | None = None) -> list[str]:
     """The graph in Graphviz's dot language: a cluster a group, edges labelled with format and place."""
     shown = groups(graph, fold=fold, layer=layer)
-    stand_in = _stand_ins(graph, shown)
+    stand_in = _stand_ins(shown)
     formats = {r.name: r.precision.format for r in graph.records()}
     lines = [f"digraph {_quote(graph.family or 'model')} {{", f"  label={_quote(describe(graph))};", "  rankdir=TB;"]
     lines.append('  node [shape=box, style="filled,rounded", fontname="Helvetica", fontsize=10];')
@@ -219,18 +221,10 @@ def render_dot(graph: PrecisionGraph, *, fold: bool = True, layer: int | None = 
     return [*lines, "}"]
 
 
-def _stand_ins(graph: PrecisionGraph, shown: Iterable[Group]) -> dict[str, str]:
+def _stand_ins(shown: Iterable[Group]) -> dict[str, str]:
     """For every node, the shown node that stands for it; none for nodes of layers that are left out."""
-    by_place: dict[tuple[str, int, str], Group] = {}
-    for group in shown:
-        for n in group.layers or (-1,):
-            by_place[_LAYER.sub("", group.segment), n, group.kind] = group
-    names: dict[str, str] = {}
-    for run in groups(graph, fold=False):
-        group_of_run = by_place.get((_LAYER.sub("", run.segment), run.layers[0] if run.layers else -1, run.kind))
-        if group_of_run is not None:
-            names |= {r.name: s.name for r, s in zip(run.records, group_of_run.records, strict=False)}
-    return names
+    pairs = ((m, g) for g in shown for m in g.alike or (g,))
+    return {r.name: s.name for m, g in pairs for r, s in zip(m.records, g.records, strict=True)}
 
 
 def _dot_node(r: Record, group: Group) -> str:

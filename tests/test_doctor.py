@@ -1,0 +1,89 @@
+"""``precgraph doctor``: the machine, the backends, the switches, and row invariance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from precgraph import NumericsStateError, machine, selftest
+from tests.test_cli import assert_error, run
+
+
+def test_doctor_json() -> None:
+    result = run("doctor", "--json")
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert list(data) == ["schema", "ok", "facts", "backends", "flags", "exact"]
+    assert data["facts"]["torch"] == torch.__version__
+    backends = {b["name"]: b for b in data["backends"]}
+    assert backends["reference"]["ok"]
+    assert {"triton", "deep_gemm", "vllm"} <= backends.keys()
+    for backend in backends.values():
+        assert backend["ok"] or (backend["detail"] and backend["remedy"])
+    assert data["exact"] is None
+
+
+def test_doctor_tables() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0
+    for word in ("torch", "nvcc", "deep_gemm", "fp32 matmuls on CUDA", "doctor --exact"):
+        assert word in result.stdout
+
+
+def test_doctor_notices_a_switch_that_changes_bits() -> None:
+    torch.set_float32_matmul_precision("medium")  # the tests that follow need the default again
+    try:
+        result = run("doctor", "--json")
+        with pytest.raises(NumericsStateError):
+            next(selftest.row_invariance())
+        assert_error(run("doctor", "--exact"), "float32 matmul precision is 'medium'")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert result.exit_code == 1
+    flags = {f["name"]: f for f in json.loads(result.stdout)["flags"]}
+    assert not flags["fp32 matmuls on CUDA"]["ok"]
+    assert flags["fp32 matmuls on the CPU"]["detail"] == "bf16"
+    assert flags["fp32 matmuls on the CPU"]["remedy"] == "torch.set_float32_matmul_precision('highest')"
+
+
+@pytest.mark.parametrize(
+    ("version", "ok", "words"),
+    [("0.25.1", False, "outside the range"), ("0.34.0", False, "outside the range"), ("0.33.0+cpu", True, "can run")],
+)
+def test_doctor_knows_which_vllm_fits(version: str, ok: bool, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("precgraph.runtime.vllm.versions.installed", lambda: version)
+    status = machine.backends()[-1]
+    assert (status.name, status.ok) == ("vllm", ok)
+    assert words in status.detail
+    assert ok or "pip install" in status.remedy
+
+
+def test_doctor_exact_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exact() -> selftest.Probe:
+        return selftest.Probe("doubling", "id.1", "8", lambda a, b: (torch.arange(a, b) * 2,))
+
+    def by_position_in_the_batch() -> selftest.Probe:
+        return selftest.Probe("counting", "id.2", "8", lambda a, b: (torch.arange(b - a),))
+
+    monkeypatch.setattr(selftest, "PROBES", (exact,))
+    assert run("doctor", "--exact").exit_code == 0
+    monkeypatch.setattr(selftest, "PROBES", (exact, by_position_in_the_batch))
+    result = run("doctor", "--exact", "--json")
+    assert result.exit_code == 1
+    outcomes = json.loads(result.stdout)["exact"]
+    assert [o["ok"] for o in outcomes] == [True, True, False, False]  # one and several threads each
+    assert outcomes[2]["failure"] == "rows 37-37 alone differ from 300 rows at once in 1 numbers"
+    assert "not exact" in run("doctor", "--exact").stdout
+
+
+@pytest.mark.parametrize("make", selftest.PROBES)
+def test_reference_kernels_are_row_invariant(
+    make: Callable[[], selftest.Probe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(selftest, "PROBES", (make,))
+    monkeypatch.setattr(selftest, "SIZES", (2, 3, 16, 17, 129))
+    for outcome in selftest.row_invariance(threads=(1, 2)):
+        assert outcome.ok, outcome.failure

@@ -141,10 +141,10 @@ def test_packed(pair: Pair) -> None:
 def test_threads(pair: Pair, threads: Callable[[int], None], count: int) -> None:
     threads(count)
     assert torch.get_num_threads() == count
-    ids, mask = padded(pair.sequences[:5], "left")
+    ids, mask = padded([pair.sequences[i] for i in (0, 1, 4)], "left")
     for model in (pair.actor, pair.rollout):
-        assert_equal(valid(model(ids, attention_mask=mask).logits, mask), pair.logits[:5])
-    assert torch.equal(precgraph.token_logprobs(pair.rollout, pair.sequences[-1][None])[0], pair.logprobs[-1])
+        assert_equal(valid(model(ids, attention_mask=mask).logits, mask), [pair.logits[i] for i in (0, 1, 4)])
+        assert torch.equal(precgraph.token_logprobs(model, pair.sequences[4][None])[0], pair.logprobs[4])
 
 
 def test_autocast(pair: Pair) -> None:

@@ -271,7 +271,7 @@ class Trainer:
             def show(phase: str | None, record: Record | None = None) -> None:
                 bar.update(task, completed=self.step, phase=phase or "")
                 if record is not None:
-                    bar.console.print(_line(record))
+                    bar.console.print(_line(record), soft_wrap=True, highlight=False)
 
             yield show
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -23,6 +24,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {"<eos>": EOS, "<unk>": UNKNOWN, **{c: i + 2 for i, c in enumerate(CHARACTERS)}}
     core = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     core.pre_tokenizer = Split(Regex("."), "isolated")
+    core.decoder = Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token="<eos>",

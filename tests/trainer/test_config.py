@@ -1,0 +1,102 @@
+"""Configuration: types, unknown keys with the nearest name, overrides of every key, TOML in and out."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.config import Config, load, override
+from trainer.errors import ConfigError
+
+
+def test_defaults_round_trip_through_toml(tmp_path: Path) -> None:
+    config = Config.from_dict({"task": {"params": {"min_terms": 2}}, "metrics": {"asserts": ["mismatch/max == 0"]}})
+    config.save(tmp_path / "c.toml")
+    assert load(tmp_path / "c.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("data", "wrong", "right"),
+    [
+        ({"rollout": {"max_token": 3}}, "rollout.max_token", "max_tokens"),
+        ({"optimizer": {"learning_rate": 1.0}}, "optimizer.learning_rate", ""),
+        ({"optimiser": {"lr": 1.0}}, "[optimiser]", "optimizer"),
+        ({"precision": {"arm": "exakt"}}, "precision.arm", "exact"),
+        ({"algorithm": {"aggregation": "tokens"}}, "algorithm.aggregation", "token"),
+    ],
+)
+def test_wrong_names_are_errors_that_name_the_nearest(data: dict[str, Any], wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.from_dict(data)
+    assert wrong in str(error.value) and right in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({"run": {"steps": "ten"}}, "run.steps"),
+        ({"run": {"steps": True}}, "run.steps"),
+        ({"run": {"steps": 1.5}}, "run.steps"),
+        ({"rollout": {"dynamic": 1}}, "rollout.dynamic"),
+        ({"metrics": {"asserts": "mismatch/max == 0"}}, "metrics.asserts"),
+        ({"metrics": {"asserts": [1]}}, "metrics.asserts"),
+        ({"task": {"params": 3}}, "task.params"),
+        ({"run": 3}, "run"),
+        ({"rollout": {"samples": 1}}, "rollout.samples"),  # a group of one has no spread
+        ({"rollout": {"temperature": 0.0}}, "rollout.temperature"),
+        ({"rollout": {"top_p": 0.0}}, "rollout.top_p"),
+        ({"train": {"micro_batch_tokens": 1000}}, "train.micro_batch_tokens"),
+        ({"train": {"micro_batch_tokens": 0}}, "train.micro_batch_tokens"),
+        ({"algorithm": {"overlong": "penalty"}}, "algorithm.overlong_buffer"),
+        ({"algorithm": {"correction_cap": 0.5}}, "algorithm.correction_cap"),
+        ({"optimizer": {"lr": float("nan")}}, "optimizer.lr"),
+        ({"task": {"prompt": "no place for it"}}, "task.prompt"),
+        ({"metrics": {"names": ["openrlhf"]}}, "metrics.names"),
+    ],
+)
+def test_values_of_the_wrong_kind_or_range(data: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        Config.from_dict(data)
+
+
+def test_every_key_can_be_overridden() -> None:
+    plain = Config().to_dict()
+    for table, keys in plain.items():
+        for key, value in keys.items():
+            text = {dict: "{ a = 1 }", list: "[]", bool: "true", str: "text"}.get(type(value), "128")
+            data = override({}, [f"{table}.{key}={text}"])
+            wanted: Any = {dict: {"a": 1}, list: [], bool: True, str: "text"}.get(type(value), 128)
+            assert data == {table: {key: wanted}}
+            if not isinstance(value, str) and key not in ("top_p", "clip_low", "beta1", "beta2", "batches"):
+                assert dataclasses.asdict(Config.from_dict(data))[table][key] == wanted
+
+
+def test_settings_apply_in_order_and_keep_the_rest() -> None:
+    data = override(
+        {"run": {"steps": 3, "seed": 1}}, ["run.steps=5", "run.steps = 7", "run.name=a b", "task.params.digits=2"]
+    )
+    assert data == {"run": {"steps": 7, "seed": 1, "name": "a b"}, "task": {"params": {"digits": 2}}}
+
+
+@pytest.mark.parametrize("setting", ["steps=3", "run.steps", "=3", "run.=3"])
+def test_malformed_settings(setting: str) -> None:
+    with pytest.raises(ConfigError, match="table.key=value"):
+        override({}, [setting])
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("[run\n")
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path / "bad.toml")
+
+
+def test_example_configurations_are_valid() -> None:
+    paths = sorted((Path(__file__).parents[2] / "examples" / "configs").glob("*.toml"))
+    assert paths
+    for path in paths:
+        load(path)

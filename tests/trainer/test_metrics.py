@@ -1,0 +1,203 @@
+"""Metrics by hand, assertions, alarms, and the record file."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.config import MetricsTable
+from trainer.errors import ConfigError, MetricAssertionError
+from trainer.metrics import (
+    KNOWN,
+    Alarms,
+    Assertion,
+    Recorder,
+    Trend,
+    bucket_names,
+    foreign,
+    mean,
+    mismatch,
+    read_records,
+)
+
+NAN = math.nan
+
+
+def measured(rollout: list[float], trainer: list[float], **more: Any) -> dict[str, Any]:
+    n = len(rollout)
+    place = more.get("place", list(range(n)))
+    sequence = more.get("sequence", [0] * n)
+    entropy = more.get("entropy", [1.0] * n)
+    tensors: list[Tensor] = [torch.tensor(v, dtype=torch.float64) for v in (rollout, trainer, entropy)]
+    return mismatch(
+        *tensors, torch.tensor(place, dtype=torch.int64), torch.tensor(sequence, dtype=torch.int64), ["a", "b"], 1e-2
+    )
+
+
+def test_mismatch_by_hand() -> None:
+    """Δ = 0, −0.1 and 0.2."""
+    got = measured([-1.0, -2.0, -3.0], [-1.0, -2.1, -2.8], sequence=[0, 0, 1])
+    assert got["mismatch/mean"] == pytest.approx(0.1) and got["mismatch/max"] == pytest.approx(0.2)
+    k3 = [0, math.exp(-0.1) - 1 + 0.1, math.exp(0.2) - 1 - 0.2]
+    assert got["mismatch/k3"] == pytest.approx(sum(k3) / 3)
+    assert got["mismatch/kl"] == pytest.approx(-0.1 / 3)
+    assert got["mismatch/ratio_mean"] == pytest.approx((1 + math.exp(-0.1) + math.exp(0.2)) / 3)
+    assert got["mismatch/above_threshold"] == pytest.approx(2 / 3)
+    assert got["mismatch/tokens_different"] == 2 and got["mismatch/first_position"] == 1
+    assert got["mismatch/worst_sequence"] == "b" and got["mismatch/missing"] == 0
+    difference = [0, math.exp(-2) - math.exp(-2.1), math.exp(-2.8) - math.exp(-3)]
+    assert got["mismatch/prob_diff_mean"] == pytest.approx(sum(difference) / 3)
+    assert got["mismatch/prob_diff_max"] == pytest.approx(max(difference))
+
+
+def test_multiplicative_error_by_hand() -> None:
+    """Masked tokens are not there at all: (1 + e^0.1) / 2 = 1.0526, above the limit of 1.05, so there is an alarm."""
+    got = measured([-1.0, -2.1], [-1.0, -2.0])
+    assert got["mismatch/mult_prob_error"] == pytest.approx((1 + math.exp(0.1)) / 2)
+    assert any("1.053" in text for text in Alarms(MetricsTable(), exact=False).check(got))
+
+
+def test_equal_is_exactly_zero() -> None:
+    got = measured([-0.1, -7.0], [-0.1, -7.0])
+    assert got["mismatch/max"] == 0.0 and got["mismatch/k3"] == 0.0 and got["mismatch/ratio_mean"] == 1.0
+    assert got["mismatch/first_position"] is None and got["mismatch/worst_sequence"] is None
+
+
+def test_missing_values_are_counted_and_left_out() -> None:
+    got = measured([-0.1, NAN, -0.2], [-0.1, -5.0, -0.2])
+    assert got["mismatch/missing"] == 1 and got["mismatch/tokens"] == 2 and got["mismatch/max"] == 0.0
+
+
+@pytest.mark.parametrize("values", [([], []), ([NAN], [-1.0])])
+def test_nothing_to_measure_is_finite(values: tuple[list[float], list[float]]) -> None:
+    got = measured(*values)
+    assert all(v is None or math.isfinite(v) for v in got.values())
+    assert got["mismatch/tokens"] == 0 and mean(torch.zeros(0)) == 0.0
+
+
+def test_buckets() -> None:
+    got = measured([0.0] * 4, [0.1, 0.3, 0.5, 0.7], place=[0, 15, 16, 300], entropy=[0.0, 0.1, 3.0, 0.05])
+    positions = {k.rsplit("/")[-1]: v for k, v in got.items() if k.startswith("mismatch/position/")}
+    assert positions == pytest.approx({"0-16": 0.2, "16-64": 0.5, "256-1024": 0.7})
+    entropies = {k.rsplit("/")[-1]: v for k, v in got.items() if k.startswith("mismatch/entropy/")}
+    assert entropies == pytest.approx({"0-0.1": 0.4, "0.1-0.5": 0.3, "2+": 0.5})
+    assert bucket_names((0, 1.5, 2)) == ["0-1.5", "1.5-2", "2+"]
+
+
+def test_names_of_other_trainers() -> None:
+    record = measured([-1.0], [-1.5])
+    got = foreign(record, ["trl", "verl", "nemo", "prime"])
+    assert got["sampling/sampling_logp_difference/mean"] == pytest.approx(0.5)
+    assert got["sampling/importance_sampling_ratio/mean"] == pytest.approx(math.exp(-0.5))
+    assert got["rollout_corr/kl"] == pytest.approx(0.5)
+    assert (
+        got["rollout_corr/k3_kl"]
+        == got["gen_kl_error"]
+        == got["mismatch_kl/mean"]
+        == pytest.approx(math.exp(-0.5) - 0.5)
+    )
+    assert got["token_mult_prob_error"] == pytest.approx(math.exp(0.5))
+    assert set(got) <= set(KNOWN) and foreign(record, []) == {}
+
+
+# ------------------------------------------------------------------------------------- assertions
+
+
+def test_assertions_hold_and_break() -> None:
+    Assertion.parse("mismatch/max == 0").check({"step": 1, "mismatch/max": 0.0})
+    Assertion.parse("reward/mean>=0.5").check({"step": 1, "reward/mean": 0.5})
+    Assertion.parse("eval/reward > 0").check({"step": 1})  # not measured at this step
+    for value in (1e-9, NAN):
+        with pytest.raises(MetricAssertionError, match="step 7: mismatch/max"):
+            Assertion.parse("mismatch/max == 0").check({"step": 7, "mismatch/max": value})
+
+
+@pytest.mark.parametrize("text", ["mismatch/max", "mismatch/max = 0", "mismatch/max == zero", "0 == mismatch/max", ""])
+def test_malformed_assertions(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Assertion.parse(text)
+
+
+def test_assertion_on_an_unknown_metric_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="mismatch/max"):
+        Assertion.parse("mismatch/maximum == 0")
+
+
+# ------------------------------------------------------------------------------------------ alarms
+
+
+def test_steady_growth_raises_the_alarm() -> None:
+    trend, noise = Trend(), random.Random(0)
+    raised = [trend.add(1e-3 * 1.2**i * math.exp(noise.gauss(0, 0.1))) for i in range(20)]
+    assert raised.index(True) <= 13
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.5])
+def test_noise_around_a_constant_does_not(spread: float) -> None:
+    for seed in range(20):
+        trend, noise = Trend(), random.Random(seed)
+        assert sum(trend.add(1e-3 * math.exp(noise.gauss(0, spread))) for _ in range(100)) <= 1
+
+
+def test_one_outlier_and_zeros_do_not() -> None:
+    trend = Trend()
+    assert not any(trend.add(v) for v in [*[1e-3] * 12, 1.0, *[1e-3] * 12])
+    assert not any(trend.add(0.0) for _ in range(30))
+
+
+def test_any_difference_alarms_an_exact_run() -> None:
+    record = measured([-1.0, -2.0], [-1.0, -2.0 - 1e-12])
+    assert Alarms(MetricsTable(), exact=False).check(record) == []
+    (alarm,) = Alarms(MetricsTable(), exact=True).check(record)
+    assert "1 tokens differ" in alarm and "first at position 1" in alarm
+
+
+def test_a_correction_that_masks_most_sequences_alarms() -> None:
+    alarms = Alarms(MetricsTable(masked_alarm=0.25), exact=False)
+    assert any("62.5%" in text for text in alarms.check({"correction/masked": 0.625}))
+    assert alarms.check({"correction/masked": 0.125}) == []
+
+
+def test_alarms_remember_across_a_checkpoint() -> None:
+    first, second = (Alarms(MetricsTable(), exact=False) for _ in range(2))
+    for i in range(11):
+        assert first.check({"mismatch/mean": 1e-3 * 1.2**i}) == []
+    second.load(json.loads(json.dumps(first.state())))
+    assert any("grows" in text for text in second.check({"mismatch/mean": 1e-3 * 1.2**11}))
+
+
+# ---------------------------------------------------------------------------------------- recorder
+
+
+def test_records_from_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
+    table = MetricsTable(tensorboard=False)
+    recorder = Recorder(tmp_path, table, 0, {})
+    for step in range(4):
+        recorder.write({"step": step, "reward/mean": step / 2})
+    recorder.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')  # cut off by a crash
+    assert [r["step"] for r in read_records(tmp_path)] == [0, 1, 2, 3]
+    recorder = Recorder(tmp_path, table, 2, {})
+    recorder.write({"step": 2, "reward/mean": 9.0})
+    recorder.close()
+    assert [(r["step"], r["reward/mean"]) for r in read_records(tmp_path)] == [(0, 0.0), (1, 0.5), (2, 9.0)]
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recorder = Recorder(tmp_path, MetricsTable(), 0, {})
+    recorder.write({"step": 3, "reward/mean": 0.25, "samples": [], "graph/digest": "x"})
+    recorder.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("reward/mean")] == [(3, 0.25)]

@@ -1,0 +1,174 @@
+"""Tasks: sources, answers, rewards that misbehave, prompts and end tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.trainer import tiny
+from trainer.config import TaskTable
+from trainer.errors import ConfigError, RewardError, TaskError
+from trainer.tasks import Item, Stream, encode, extract, load_task, stop_ids
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "answer"),
+    [
+        (" 7 ", "whole", "7"),
+        ("First 3, then 4: 3 + 4 = 7.", "last_number", "7"),
+        ("It is -12", "last_number", "-12"),
+        ("about 1,234.5 of them", "last_number", "1234.5"),
+        ("1/2 of it", "last_number", "1/2"),
+        ("none", "last_number", ""),
+        ("so\nthe answer\n\n", "last_line", "the answer"),
+        ("<answer>a</answer> no, <answer> b\n</answer>", "tag", "b"),
+        ("<answer>a", "tag", ""),
+        (r"so \boxed{\frac{1}{2}} it is", "boxed", r"\frac{1}{2}"),
+        (r"\boxed{1", "boxed", ""),
+        ("nothing", "boxed", ""),
+    ],
+)
+def test_extract(text: str, where: str, answer: str) -> None:
+    assert extract(text, where) == answer
+
+
+def test_reasoning_gym_by_name() -> None:
+    pytest.importorskip("reasoning_gym")
+    params = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+    task = load_task(TaskTable(data="reasoning_gym:chain_sum", params=params, size=20, seed=4))
+    item = task.items[3]
+    assert len(task.items) == 20 and item.id == "chain_sum/3"
+    left, sign, right = item.entry["metadata"]["expression"].split()
+    wanted = int(left) + int(right) * (1 if sign == "+" else -1)
+    assert item.answer == str(wanted)
+    assert task.score(item, f"{left} {sign} {right} is {wanted}") == 1.0
+    assert task.score(item, f"{wanted + 1}") < 1.0 and task.score(item, "") < 1.0
+    other = load_task(TaskTable(data="reasoning_gym:chain_sum", params=params, size=20), seed=5)
+    assert [i.question for i in other.items] != [i.question for i in task.items]
+
+
+def test_reasoning_gym_errors_name_the_nearest() -> None:
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(ConfigError, match="chain_sum"):
+        load_task(TaskTable(data="reasoning_gym:chain_sums"))
+    with pytest.raises(ConfigError, match="task.params do not fit"):
+        load_task(TaskTable(data="reasoning_gym:chain_sum", params={"terms": 2}))
+
+
+def test_jsonl_with_math_verify(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    rows = [
+        {"question": "half?", "answer": "It is 1/2.\n#### 1/2"},  # GSM8K's form
+        {"question": "more?", "answer": "\\frac{3}{4}"},
+    ]
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    task = load_task(TaskTable(data=f"jsonl:{path}", answer="last_number"))
+    assert [i.answer for i in task.items] == ["1/2", "\\frac{3}{4}"]
+    assert task.score(task.items[0], "that makes 0.5") == 1.0
+    assert task.score(task.items[0], "that makes 0.4") == 0.0 and task.score(task.items[0], "no idea") == 0.0
+    boxed = load_task(TaskTable(data=f"jsonl:{path}", answer="boxed"))
+    assert boxed.score(boxed.items[1], r"so \boxed{0.75}") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no items"),
+        ("{", "not valid JSON"),
+        ("[1]", "holds no table"),
+        ('{"question": "a", "answr": "b"}', "answr"),
+    ],
+)
+def test_jsonl_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
+    pytest.importorskip("math_verify")
+    path = tmp_path / "d.jsonl"
+    path.write_text(text)
+    with pytest.raises(TaskError, match=message):
+        load_task(TaskTable(data=f"jsonl:{path}"))
+    with pytest.raises(TaskError, match="No such file"):
+        load_task(TaskTable(data=f"jsonl:{tmp_path / 'none'}"))
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    made = ModuleType("made_up_task")
+    monkeypatch.setitem(sys.modules, "made_up_task", made)
+    return made
+
+
+def test_any_python_callable(module: Any) -> None:
+    module.items = lambda size, seed, digits: [(f"{i}?", "7") for i in range(digits)]
+    module.reward = lambda question, answer, response: 0.5 if response == question + answer else 0.0
+    table = TaskTable(data="python:made_up_task:items", params={"digits": 5}, size=3, answer="last_number")
+    task = load_task(table)
+    assert (
+        len(task.items) == 3 and task.score(task.items[0], "it is 7") == 1.0 and task.score(task.items[0], "8") == 0.0
+    )
+    own = load_task(TaskTable(data=table.data, params=table.params, reward="made_up_task:reward"))
+    assert own.score(own.items[1], "1?7") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("made_up_task:itms", "items"), ("no_such_module_at_all:f", "cannot import"), ("made_up_task", "module:function")],
+)
+def test_callables_that_are_not_there(module: Any, path: str, message: str) -> None:
+    module.items = lambda size, seed: []
+    with pytest.raises(ConfigError, match=message):
+        load_task(TaskTable(data="python:made_up_task:items", reward=path))
+    with pytest.raises(TaskError, match="no items"):
+        load_task(TaskTable(data="python:made_up_task:items"))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "1", [1.0]])
+def test_a_reward_that_is_no_number_names_the_item(value: Any) -> None:
+    task = tiny.task(lambda item, text: value)
+    with pytest.raises(RewardError, match="sum/2.*not a finite number.*began 'xyz'"):
+        task.score(task.items[2], "xyz")
+
+
+def test_a_reward_that_raises_names_the_item() -> None:
+    task = tiny.task(lambda item, text: 1 / 0)
+    with pytest.raises(RewardError, match="sum/2.*ZeroDivisionError"):
+        task.score(task.items[2], "xyz")
+
+
+# ---------------------------------------------------------------------------------------- prompts
+
+TEMPLATE = "{{ 'B' }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}.{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+
+
+def test_prompts_by_template_and_plain() -> None:
+    tokenizer, item = tiny.tokenizer(), Item("i", "1+1=", "2")
+    plain = encode(tokenizer, item, TaskTable(chat=False, prompt="Q: {question}"))
+    assert tokenizer.decode(plain) == "Q: 1+1="
+    with pytest.raises(ConfigError, match="no chat template"):
+        encode(tokenizer, item, TaskTable())
+    tokenizer.chat_template = TEMPLATE
+    got = tokenizer.decode(encode(tokenizer, item, TaskTable(system="be brief")))
+    assert got == "Bsystem:be brief.user:1+1=.A"  # the template's own start token, once
+
+
+def test_every_end_token_counts_and_zero_is_one() -> None:
+    def having(ids: Any) -> SimpleNamespace:
+        return SimpleNamespace(eos_token_id=ids)
+
+    assert stop_ids(having(2), having([2, 7]), having(0)) == (0, 2, 7)
+    assert stop_ids(having(0), having(None), having(None)) == (0,)
+    assert stop_ids(having(None), None, having(None)) == ()
+
+
+def test_the_stream_visits_every_item_once_an_epoch_and_resumes() -> None:
+    stream = Stream(5, seed=1)
+    order = [stream.next() for _ in range(15)]
+    epochs = [order[i : i + 5] for i in (0, 5, 10)]
+    assert all(sorted(e) == [0, 1, 2, 3, 4] for e in epochs) and len({tuple(e) for e in epochs}) > 1
+    again = Stream(5, seed=1, position=7)
+    assert [again.next() for _ in range(8)] == order[7:]

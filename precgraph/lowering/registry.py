@@ -88,12 +88,18 @@ def register(*kernels: Kernel) -> None:
 
 
 def backends(backend: str, device: torch.device) -> tuple[str, ...]:
-    """The backends to ask, in order, for a name that a caller gave or for ``auto``, which goes by ``device``."""
+    """The backends to ask, in order, for a name that a caller gave or for ``auto``, which goes by ``device``.
+
+    LoweringError if a backend that was asked for by name cannot run on ``device``.
+    """
     if backend != "auto" and backend not in BACKENDS:
         raise LoweringError(f"no backend is called {backend!r}", remedy=f"choose auto or one of {', '.join(BACKENDS)}")
     names = BACKENDS[AUTO.get(device.type, "reference") if backend == "auto" else backend]
     for name in names:
         importlib.import_module(_MODULES[name])
+    problem = unavailable(names[0], device) if backend != "auto" else None
+    if problem is not None:
+        raise problem
     return names
 
 

@@ -1,0 +1,126 @@
+"""Fusion groups: what the pass names, and that a fused step gives the bits of its nodes, whatever the block keeps."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+import precgraph
+from precgraph import ops
+from precgraph.errors import GraphError, LoweringError
+from precgraph.formats import Format
+from precgraph.graph import Precision, precision
+from precgraph.lowering import fuse, registry
+from precgraph.lowering.fuse import Fused, Fusion, Of
+from precgraph.lowering.program import Program
+from tests.families import causal_lm
+
+FORWARD = {"norm", "gated", "rotated", "projections", "twins"}
+BACKWARD = {"rotated_backward", "norm_backward", "gated_backward", "gradients", "wgrads", "twins"}
+
+
+def kind(group: str) -> str:
+    """``norm`` of ``model.layers.0.input_layernorm.norm(rms_norm)``; a projection group is named after its modules."""
+    return group.partition("(")[0].rpartition(".")[2] if "(" in group else "projections"
+
+
+def own_kernels(members: Sequence[fx.Node], escaping: frozenset[fx.Node]) -> Fused:
+    """A fused kernel for any group: the members' own kernels, one after the other."""
+    plan: list[tuple[fx.Node, list[Any]]] = []
+    values: list[Any] = []
+    for node in members:
+        places: list[Any] = []
+        for index, value in enumerate(node.args):
+            if value in members:
+                places.append(value)
+            else:
+                places.append(len(values))
+                values.append(Of(node, index))
+        plan.append((node, places))
+    outputs = tuple(n for n in members if n in escaping)
+
+    def run(*given: Any) -> list[Any]:
+        made: dict[fx.Node, Any] = {}
+        for node, places in plan:
+            args = [made[p] if isinstance(p, fx.Node) else given[p] for p in places]
+            made[node] = node.meta["kernel"].run(*args)
+        return [made[n] for n in outputs]
+
+    return Fused(run, tuple(values), outputs)
+
+
+def fused_kinds(program: Program, phase: str) -> Counter[str]:
+    """The fused steps of the blocks that a full training step runs."""
+    found: Counter[str] = Counter()
+    for segment in program.segments:
+        wanted = frozenset((*segment.parameters, *(n for n in segment.inputs if n in segment.gradients)))
+        block = segment.forward(wanted)[0] if phase == "forward" else segment.backward(wanted)
+        found.update(kind(step.name) for step in block.steps if step.outputs)
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2"])
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["saved", "checkpointed"])
+def test_fused_programs_give_the_same_bits(name: str, checkpoint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.randint(900, (2, 70), generator=torch.Generator().manual_seed(0))
+
+    def step() -> tuple[Any, Any]:
+        actor = precgraph.compile(causal_lm(name), "train")
+        if checkpoint:
+            actor.gradient_checkpointing_enable()
+        out = actor(ids, labels=ids)
+        out.loss.backward()
+        rollout = precgraph.compile(actor, "infer")
+        assert torch.equal(rollout(ids).logits, out.logits)
+        return actor, out.logits
+
+    plain, logits = step()
+    assert not fused_kinds(plain.precgraph.runner.program, "forward")
+    monkeypatch.setattr(fuse, "_FUSIONS", [Fusion("any", "reference", own_kernels)])
+    fused, again = step()
+    assert torch.equal(logits, again)
+    for (path, p), q in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), path
+    without = set() if name == "qwen3" else {"rotated", "rotated_backward"}  # only Qwen3 norms its heads
+    program = fused.precgraph.runner.program
+    assert set(fused_kinds(program, "forward")) == FORWARD - without
+    assert set(fused_kinds(program, "backward")) == BACKWARD - without
+
+
+def test_groups_lie_in_one_segment_and_phase() -> None:
+    graph = precgraph.compile(causal_lm("qwen3"), "train").precgraph.graph
+    groups: dict[str, set[tuple[str, str]]] = {}
+    for node in graph:
+        if precision(node).fusion:
+            groups.setdefault(str(precision(node).fusion), set()).add((precision(node).segment, precision(node).phase))
+    assert groups and all(len(places) == 1 for places in groups.values())
+
+
+def test_a_group_that_reads_itself_through_another_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(ops.add, (x, x))
+    between = graph.call_function(operator.neg, (first,))
+    last = graph.call_function(ops.add, (between, x))
+    kernel = registry.Kernel("add", "reference", ops.add, "aten.add", lambda _: True)
+    for node, group in ((first, "loop"), (between, None), (last, "loop")):
+        node.meta.update(precision=Precision(Format(), fusion=group), kernel=kernel)
+    monkeypatch.setattr(fuse, "_FUSIONS", [Fusion("any", "reference", own_kernels)])
+    with pytest.raises(GraphError, match="loop"):
+        fuse.units([first, between, last], [last.name])
+
+
+def test_a_backend_that_cannot_run_says_why() -> None:
+    """Nothing falls back: a named backend that cannot run here is an error with the remedy."""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        pytest.skip("this machine may have the backend")
+    with pytest.raises(LoweringError, match="9.0|triton"):
+        precgraph.compile(causal_lm("qwen3"), "train", backend="deep_gemm")
+    with pytest.raises(LoweringError, match="choose auto or one of"):
+        precgraph.compile(causal_lm("qwen3"), "train", backend="cutlass")

@@ -5,6 +5,7 @@ Nodes of ``aten`` arithmetic get the upstream definitions of :mod:`precgraph.ops
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from precgraph import ops
+from precgraph.formats import Format
 from precgraph.graph import precision
 from precgraph.lowering.reference import elementwise, gemm
 from precgraph.lowering.reference.attention import attend, attend_packed_backward
@@ -60,12 +62,48 @@ def _operands(node: fx.Node) -> list[Any]:
     return [precision(a).format for a in node.all_input_nodes]
 
 
-def _fp8_operands(node: fx.Node) -> bool:
-    return _exact(node) and all(f.is_quantized for f in _operands(node)[:2]) and precision(node).accumulate == "float32"
+Blocks = Callable[[tuple[int, int], tuple[int, int]], int]  # of both operands -> the length of a group, or 0
 
 
-def _dgrad_operands(node: fx.Node) -> bool:
-    return _exact(node) and all(f.is_quantized for f in _operands(node)) and precision(node).accumulate == "float32"
+def _along_columns(x: tuple[int, int], weight: tuple[int, int]) -> int:
+    """FProp: one row a scale, both grouped alike along K."""
+    return x[1] if x[0] == 1 and x[1] == weight[1] else 0
+
+
+def _along_rows_of_weight(dy: tuple[int, int], weight: tuple[int, int]) -> int:
+    """DGrad: one row a scale, both grouped alike along N."""
+    return dy[1] if dy[0] == 1 and dy[1] == weight[0] else 0
+
+
+def _along_tokens(dy: tuple[int, int], x: tuple[int, int]) -> int:
+    """WGrad: one column of dy a scale, both grouped alike along tokens."""
+    return dy[0] if dy[1] == 1 and dy[0] == x[0] else 0
+
+
+def _fp8(blocks: Blocks, *, exact: bool) -> Serves:
+    """FP8 operands in such blocks, whose groups have (or have not) an exact sum in float64.
+
+    E4M3 values are multiples of 2^-9 below 2^9, E5M2 ones of 2^-16 below 2^16: a group of 128 E4M3 products fits 43
+    bits, one with an E5M2 operand does not fit float64's 53, and its sum depends on the order.
+    """
+
+    def serves(node: fx.Node) -> bool:
+        pairs = list(zip(_formats(node.args[0]), _formats(node.args[1]), strict=True))
+        if not _exact(node) or precision(node).accumulate != "float32":
+            return False
+        if not all(a.is_quantized and b.is_quantized and blocks(a.block, b.block) for a, b in pairs):
+            return False
+        bits = (_BITS[a.dtype] + _BITS[b.dtype] + math.log2(blocks(a.block, b.block)) for a, b in pairs)
+        return (max(bits) <= 53) == exact
+
+    return serves
+
+
+_BITS = {"float8_e4m3fn": 18, "float8_e5m2": 32}
+
+
+def _formats(operand: Any) -> list[Format]:
+    return [precision(n).format for n in (operand if isinstance(operand, list | tuple) else [operand])]
 
 
 def _plain_operands(node: fx.Node) -> bool:
@@ -133,9 +171,14 @@ register(
     _upstream(ops.rope_backward, _bf16_rope, row_invariant=True),
     _reference(ops.quantize, ops.quantize, _any, "v1"),
     # GEMMs
-    _reference(ops.linear, gemm.fp8_linear, _fp8_operands, "fp8_exact_groups", pack=gemm.Float64Weight),
-    _reference(ops.linear_dgrad, gemm.fp8_dgrad, _dgrad_operands, "fp8_exact_groups", pack=gemm.Float64Weight),
-    _reference(ops.linear_wgrad, gemm.fp8_wgrad, _fp8_operands, "fp8_exact_groups", **_BACKWARD),
+    _reference(ops.linear, gemm.fp8_linear, _fp8(_along_columns, exact=True), "fp8_exact_groups",
+               pack=gemm.Float64Weight),
+    _reference(ops.linear_dgrad, gemm.fp8_dgrad, _fp8(_along_rows_of_weight, exact=True), "fp8_exact_groups",
+               pack=gemm.Float64Weight),
+    _reference(ops.linear_dgrad, gemm.fp8_dgrad, _fp8(_along_rows_of_weight, exact=False), "fp8_float64_groups",
+               pack=gemm.Float64Weight, **_BACKWARD),
+    _reference(ops.linear_wgrad, gemm.fp8_wgrad, _fp8(_along_tokens, exact=True), "fp8_exact_groups", **_BACKWARD),
+    _reference(ops.linear_wgrad, gemm.fp8_wgrad, _fp8(_along_tokens, exact=False), "fp8_float64_groups", **_BACKWARD),
     _reference(ops.linear, gemm.tiled_linear, _plain_operands, "tiles16", pack=gemm.Float32Weight),
     _reference(ops.lm_head, gemm.tiled_logits, _head, "tiles16", pack=gemm.Float32Weight),
     _reference(ops.linear_dgrad, gemm.plain_dgrad, _plain_operands, "fp32", pack=gemm.Float32Weight, **_BACKWARD),

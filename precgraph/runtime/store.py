@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 import zlib
 from collections.abc import Iterable, Mapping
@@ -50,9 +51,9 @@ class WeightStore:
             groups.setdefault(key.group or key, []).append(key)
         for members in groups.values():
             members.sort(key=lambda key: key.place)
-            for key, pack in zip(members, self._create(members), strict=True):
-                _require_finite(key, pack)
-                self.packs[key] = pack
+            made = dict(zip(members, self._create(members), strict=True))
+            _require_finite(_values_of(made))
+            self.packs.update(made)
         if self.version == 0:
             self._require_masters()
             self.version = 1
@@ -74,7 +75,7 @@ class WeightStore:
             if master.device != next(iter(pack.tensors().values())).device:
                 raise StaleWeightsError(f"the model moved to {master.device}", path=key.path, remedy="compile it again")
             pack.update(master)
-            _require_finite(key, pack)
+        _require_finite(_values_of(self.packs))
         self.version += 1
         self._seen = self._state()
         return self.version
@@ -89,10 +90,8 @@ class WeightStore:
                     path=path,
                     remedy=f"convert it back, model.to({self._dtypes[path]})",
                 )
-            if path not in packed and master.is_floating_point() and master.numel():
-                low, high = torch.aminmax(master.detach())  # keeps NaN, and needs no memory of the weight's size
-                if not torch.isfinite(torch.stack((low, high))).all():
-                    raise _non_finite(path, "the weight holds")
+        loose = [(path, "the weight holds", m.detach()) for path, m in self.masters.items() if path not in packed]
+        _require_finite(loose)
 
     @property
     def device(self) -> torch.device:
@@ -143,14 +142,32 @@ class WeightStore:
             self._steps[path] += id(master) in stepped
 
 
-def _require_finite(key: PackKey, pack: Pack) -> None:
-    for name, tensor in pack.tensors().items():
-        if tensor.dtype == torch.float32 and not torch.isfinite(tensor).all():
-            raise _non_finite(key.path, f"{name} made from the weight hold")
+Named = tuple[str, str, Tensor]  # a weight's path, what about it holds values, and these
 
 
-def _non_finite(path: str, what: str) -> NonFiniteError:
-    return NonFiniteError(f"{what} NaN or infinity", path=path, remedy="restore the weight from a checkpoint")
+def _values_of(packs: Mapping[PackKey, Pack]) -> list[Named]:
+    """Scales, and values that are kept as they are: where a non-finite weight shows."""
+    return [
+        (key.path, f"{name} made from the weight hold", tensor)
+        for key, pack in packs.items()
+        for name, tensor in pack.tensors().items()
+    ]
+
+
+def _require_finite(named: Iterable[Named]) -> None:
+    """NonFiniteError for the first tensor with NaN or infinity; one synchronisation a dtype if there is none."""
+    by_dtype: dict[torch.dtype, list[Named]] = {}
+    for entry in named:
+        if entry[2].is_floating_point() and entry[2].dtype.itemsize > 1 and entry[2].numel():  # FP8 codes are finite
+            by_dtype.setdefault(entry[2].dtype, []).append(entry)
+    for entries in by_dtype.values():
+        if torch.isfinite(torch.nn.utils.get_total_norm([t for _, _, t in entries], math.inf)):
+            continue
+        for path, what, tensor in entries:
+            if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
+                raise NonFiniteError(
+                    f"{what} NaN or infinity", path=path, remedy="restore the weight from a checkpoint"
+                )
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ def advantages(rewards: Tensor, kind: str) -> Tensor:
     centred = rewards - rewards.mean(-1, keepdim=True)
     # Equal rewards may leave a rounding error of the mean, which division by a tiny spread would blow up.
     centred = torch.where(degenerate(rewards)[..., None], 0.0, centred)
-    if kind == "centred" or rewards.shape[-1] < 2:
+    if kind == "centred" or rewards.shape[-1] < 2 or not rewards.numel():
         return centred
     return centred / (rewards.std(-1, keepdim=True) + NORM_EPS)
 

@@ -1,0 +1,112 @@
+"""The command: run, resume, fork, eval, export, plot, compare, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.trainer import tiny
+from trainer import checkpoint
+from trainer.cli import app, guarded
+from trainer.metrics import read_records
+from trainer.plot import final_value, moving_mean, read_runs, rows
+
+
+def call(*arguments: object) -> int:
+    return guarded(lambda: app([str(a) for a in arguments], standalone_mode=False))
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration with a saved policy and a Python task."""
+    made = ModuleType("cli_task")
+    made.items = lambda size, seed: [(f"{i}+{i}=", "2") for i in range(size)]  # type: ignore[attr-defined]
+    made.reward = lambda question, answer, text: float("1" in text or "2" in text)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cli_task", made)
+    tiny.model(layers=1).save_pretrained(tmp_path / "policy")
+    tiny.tokenizer().save_pretrained(tmp_path / "policy")
+    settings = tiny.settings(
+        tmp_path / "run", run={"steps": 2}, model={"path": str(tmp_path / "policy"), "device": "cpu"},
+        task={"data": "python:cli_task:items", "reward": "cli_task:reward", "size": 8}, rollout={"groups": 2, "max_tokens": 8},
+    )  # fmt: skip
+    settings.save(tmp_path / "c.toml")
+    return tmp_path / "c.toml"
+
+
+def test_a_life_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    assert call("run", config, "--dry-run", "--set", "optimizer.lr=2e-3") == 0
+    printed = capsys.readouterr()
+    assert "lr = 0.002" in printed.out and "consistent" in printed.err and not run.exists()
+
+    assert call("run", config, "--assert", "mismatch/max == 0", "--metric-names", "nemo") == 0
+    assert [r["gen_kl_error"] for r in read_records(run)] == [0.0, 0.0] and checkpoint.steps(run) == [0, 1, 2]
+    assert call("run", config) == 2 and "already holds a run" in capsys.readouterr().err
+
+    assert call("resume", run, "--set", "run.steps=3") == 0
+    assert [r["step"] for r in read_records(run)] == [0, 1, 2]
+    assert call("resume", run, "--step", 1) == 2 and "--into" in capsys.readouterr().err
+    fork = tmp_path / "fork"
+    assert call("resume", run, "--step", 1, "--into", fork, "--set", "run.steps=2") == 0
+    mine, theirs = read_records(fork), read_records(run)[:2]
+    assert [r["step"] for r in mine] == [0, 1] and mine[1]["reward/mean"] == theirs[1]["reward/mean"]
+    assert mine[1]["update/grad_norm"] == theirs[1]["update/grad_norm"]
+    capsys.readouterr()
+
+    assert call("eval", run, "--step", 2) == 0
+    evaluated = json.loads(capsys.readouterr().out)
+    assert evaluated["step"] == 2 and 0 <= evaluated["eval/pass_rate"] <= 1
+    assert call("export", run, tmp_path / "exported") == 0 and (tmp_path / "exported" / "model.safetensors").exists()
+
+    assert call("run", config, "--set", f"run.dir={tmp_path / 'other'}", "--assert", "response/length > 99") == 1
+    capsys.readouterr()
+    assert call("plot", run, fork, "-o", tmp_path / "curves") == 0
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / "curves.html").read_text()
+    assert "data:image/png;base64," in page and "http" not in page and "exact" in page
+    assert call("compare", run, fork) == 0 and "exact" in capsys.readouterr().out
+    table = rows(read_runs([run, fork]))
+    assert len(table) == 3  # they differ in run.steps: two experiments
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "rollout.max_token=3"], "did you mean 'max_tokens'?"),
+        (["--set", "precision.arm=exakt"], "did you mean 'exact'?"),
+        (["--set", "model.path=nowhere"], "nowhere"),
+        (["--set", "task.data=python:cli_task:itms"], "did you mean 'items'?"),
+        (["--assert", "mismatch/maximum == 0"], "did you mean 'mismatch/max'?"),
+        (["--set", "model.device=cuda:77"], "cuda"),
+    ],
+)
+def test_what_cannot_run_is_one_line_and_exit_2(
+    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert call("run", config, *arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+
+
+def test_directories_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["resume"], ["plot"], ["compare"], ["eval"]):
+        assert call(*command, tmp_path) == 2
+        assert "Traceback" not in capsys.readouterr().err
+
+
+def test_plot_helpers_by_hand(tmp_path: Path) -> None:
+    assert moving_mean([0, 3, 6, 9], 3) == [1.5, 3, 6, 7.5]
+    for seed, value in ((0, 1.0), (1, 3.0)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        tiny.settings(folder, run={"seed": seed, "name": f"s{seed}"}).save(folder / "config.toml")
+        lines = [{"step": i, "reward/mean": 0.0 if i < 5 else value} for i in range(15)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    runs = read_runs([tmp_path / "0", tmp_path / "1"])
+    assert [final_value(r, "reward/mean") for r in runs] == [1.0, 3.0]
+    header, row = rows(runs)
+    assert dict(zip(header, row, strict=True))["reward"] == "2 ± 1.41" and row[1] == "2" and row[3 + 1] == "–"

@@ -1,0 +1,435 @@
+"""Whole runs of a tiny policy: exactness, resumption bit for bit, variants, faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import precgraph
+from tests.trainer import tiny
+from trainer import checkpoint, loop, loss, precision
+from trainer.errors import (
+    AlignmentError,
+    CheckpointError,
+    ConfigError,
+    InconsistentError,
+    InterruptedRunError,
+    MetricAssertionError,
+    RewardError,
+    RolloutError,
+    TaskError,
+)
+from trainer.loop import Trainer
+from trainer.metrics import Record, read_records
+
+_PAIRS: dict[tuple[str, float], tuple[Any, dict[str, Tensor]]] = {}
+_MADE: list[Trainer] = []
+
+
+def trainer(directory: Path, *, task: Any = None, fresh: bool = False, **tables: Any) -> Trainer:
+    """A trainer of the tiny policy at its initial weights. Unless ``fresh``, programs that an earlier test compiled are
+    used again: a trainer made before stops being one."""
+    config = tiny.settings(directory, **tables)
+    tools = {"tokenizer": tiny.tokenizer(), "task": task or tiny.task()}
+    key = config.precision.arm, config.algorithm.kl
+    if fresh or config.precision.allow_mismatch:
+        return Trainer(config, model=tiny.model(layers=1), **tools)
+    if key not in _PAIRS:
+        made = Trainer(config, model=tiny.model(layers=1), **tools)
+        _PAIRS[key] = made.pair, weights(made)
+    else:
+        while _MADE:
+            _MADE.pop().optimizer.close()
+        pair, initial = _PAIRS[key]
+        with torch.no_grad():
+            for name, parameter in pair.actor.named_parameters():
+                parameter.grad = None
+                parameter.copy_(initial[name])
+        pair.actor.sync()
+        pair.actor.precgraph.store.version = 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "build_pair", lambda *_: pair)
+            made = Trainer(config, model=pair.actor, **tools)
+    _MADE.append(made)
+    return made
+
+
+def weights(made: Trainer) -> dict[str, Tensor]:
+    return {n: p.detach().clone() for n, p in made.actor.named_parameters()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def lasting(records: Sequence[Record]) -> list[Record]:
+    """Records without what depends on the clock or the process."""
+    return [{k: v for k, v in r.items() if not k.startswith(("time/", "speed/", "memory/"))} for r in records]
+
+
+class Wrapped:
+    """A rollout that passes everything on, through ``change(call, completions)``."""
+
+    def __init__(self, inner: Any, change: Callable[[int, list[Any]], list[Any]]) -> None:
+        self.inner, self.change, self.calls, self.digest = inner, change, 0, inner.digest
+
+    def generate(self, prompts: Any, params: Any) -> list[Any]:
+        self.calls += 1
+        return self.change(self.calls, list(self.inner.generate(prompts, params)))
+
+    def sleep(self) -> None:
+        self.inner.sleep()
+
+    def wake(self) -> None:
+        self.inner.wake()
+
+
+def wrap(made: Trainer, change: Callable[[int, list[Any]], list[Any]]) -> None:
+    made.rollout = made.collector.rollout = Wrapped(made.rollout, change)
+
+
+# --------------------------------------------------------------------------------------- exactness
+
+
+def test_an_exact_run_has_no_mismatch_and_measures_everything(tmp_path: Path) -> None:
+    made = trainer(
+        tmp_path, algorithm={"kl": 0.01}, metrics={"asserts": ["mismatch/max == 0"], "names": ["trl", "verl"]}
+    )
+    made.run()
+    assert made.pair.exact and made.pair.report.ok
+    records = read_records(tmp_path)
+    assert [r["step"] for r in records] == [0, 1]
+    for step, record in enumerate(records):
+        assert record["mismatch/max"] == 0.0 and record["mismatch/tokens_different"] == 0 and record["alarms"] == []
+        assert record["mismatch/tokens"] == round(8 * record["response/length"]) and record["mismatch/missing"] == 0
+        assert record["graph/digest"] == record["rollout/digest"]
+        assert record["weights/version"] == 1 + step and record["weights/of_samples"] == [1 + step]
+        assert 0 < record["update/codes_changed"] < 1 and record["update/grad_norm"] > 0
+        assert record["rollout_corr/k3_kl"] == record["sampling/sampling_logp_difference/max"] == 0.0
+        for key in ("rollout", "reference", "update", "sync", "step"):
+            assert record[f"time/{key}"] > 0
+        assert 0 < record["entropy/mean"] < 5 and record["clip/share"] == 0.0
+    assert records[0]["kl/reference"] == 0.0 < records[1]["kl/reference"]
+    assert (tmp_path / "config.toml").exists() and checkpoint.steps(tmp_path) == [0, 1, 2]
+
+
+def test_truncated_sampling_is_compared_on_the_full_vocabulary(tmp_path: Path) -> None:
+    """top-p and top-k renormalise what is drawn from; ratios must not be biased by the kept mass."""
+    made = trainer(
+        tmp_path, rollout={"top_p": 0.9, "top_k": 40, "temperature": 0.7}, algorithm={"correction": "token_truncated"}
+    )
+    record = made.train_step()
+    assert record["mismatch/max"] == 0.0 and record["mismatch/ratio_mean"] == 1.0
+    assert record["sampling/kept_mass"] < 0.95 and record["correction/weight_mean"] == 1.0
+
+
+def test_first_update_has_ratio_exactly_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ratios: list[Tensor] = []
+    real = loss.policy_loss
+    monkeypatch.setattr(loss, "policy_loss", lambda *a: [ratios.append((t := real(*a)).ratio), t][1])
+    trainer(tmp_path).train_step()
+    assert ratios and all(torch.equal(r, torch.ones_like(r)) for r in ratios)
+
+
+def test_scoring_does_not_depend_on_padding() -> None:
+    actor = precgraph.compile(tiny.model(layers=1), "train")
+    row = torch.tensor([[5, 9, 30, 0, 0, 17]])
+    padded, mask = torch.zeros(1, 11, dtype=torch.int64), torch.zeros(1, 11, dtype=torch.int64)
+    padded[0, 5:], mask[0, 5:] = row[0], 1
+    with torch.no_grad():
+        assert torch.equal(precgraph.token_logprobs(actor, padded, mask)[:, 5:], precgraph.token_logprobs(actor, row))
+
+
+@pytest.mark.parametrize("arm", ["mixed", "unified", "bf16"])
+def test_the_other_arms_run_and_say_what_they_are(tmp_path: Path, arm: str) -> None:
+    made = trainer(
+        tmp_path, precision={"arm": arm}, algorithm={"correction": "sequence_masked"}, metrics={"masked_alarm": 1.0}
+    )
+    assert not made.pair.exact
+    record = made.train_step()
+    assert record["mismatch/tokens"] > 0
+    assert (record["graph/digest"] == record["rollout/digest"]) == (arm == "bf16")
+    if arm != "bf16":
+        assert not made.pair.report.ok and 0 < record["mismatch/max"] < 0.5 and record["mismatch/first_position"] == 0
+        assert record["correction/weight_mean"] != 1.0
+
+
+def test_an_inconsistent_pair_is_refused_unless_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = precision.stock_rules(precgraph.Recipe.jet_rl())
+    monkeypatch.setattr(precision, "_rollout_program", lambda *_: (stock, "auto"))
+    with pytest.raises(InconsistentError, match="PG103"):
+        trainer(tmp_path, fresh=True)
+    assert not trainer(tmp_path, precision={"allow_mismatch": True}).pair.exact
+
+
+# ------------------------------------------------------------------------------------------ resume
+
+
+@pytest.mark.parametrize("masters", ["fp32", "bf16"])
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, masters: str) -> None:
+    tables = {"optimizer": {"lr": 1e-3, "masters": masters, "warmup": 4}, "algorithm": {"kl": 0.01}}
+    whole = trainer(tmp_path / "whole", fresh=True, run={"steps": 3}, **tables)
+    whole.run()
+    first = trainer(tmp_path / "parts", fresh=True, run={"steps": 1}, **tables)
+    first.run()
+    torch.manual_seed(999)  # another process would have other random numbers
+    second = trainer(tmp_path / "parts", fresh=True, run={"steps": 3}, **tables)
+    second.restore(tmp_path / "parts")
+    second.run()
+    assert equal(weights(whole), weights(second)) and not equal(weights(whole), weights(first))
+    a, b = (checkpoint.load(tmp_path / name) for name in ("whole", "parts"))
+    assert a.step == 3 and equal(a.optimizer, b.optimizer) and equal(a.random, b.random) and a.position == b.position
+    assert lasting(read_records(tmp_path / "whole")) == lasting(read_records(tmp_path / "parts"))
+
+
+def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
+    trainer(tmp_path, run={"steps": 1}).run()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        trainer(tmp_path).run()
+    with pytest.raises(ConfigError, match="another model"):
+        Trainer(
+            tiny.settings(tmp_path), model=tiny.model(layers=2), tokenizer=tiny.tokenizer(), task=tiny.task()
+        ).restore(tmp_path)
+
+
+def test_export_is_a_hugging_face_directory(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    made = trainer(tmp_path / "run")
+    made.train_step()
+    made.export(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert equal(weights(made), {n: p.detach() for n, p in again.named_parameters()})
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").eos_token_id == tiny.EOS
+
+
+# ---------------------------------------------------------------------------------------- variants
+
+
+def test_several_updates_a_rollout(tmp_path: Path) -> None:
+    """Old log-probabilities from the rollout or scored anew: the same bits, so the same weights."""
+    tables = {"algorithm": {"epochs": 2, "batches": 2}}
+    scored = trainer(tmp_path / "a", **tables)
+    record = scored.train_step()
+    assert record["update/steps"] == 4 and record["weights/version"] == 1 and record["mismatch/max"] == 0.0
+    assert record["mismatch/missing"] == 0 and scored.actor.precgraph.store.version == 5
+    wanted = weights(scored)
+    taken = trainer(tmp_path / "b", algorithm={**tables["algorithm"], "old_logprobs": "rollout"})
+    taken.train_step()
+    assert equal(wanted, weights(taken))
+
+
+def test_the_split_into_micro_batches_changes_only_roundings(tmp_path: Path) -> None:
+    """The same cells in one micro-batch or in four: per-token values bit for bit, sums of gradients up to bf16 rounding."""
+    sums, values = [], []
+    for size in (4096, 128):
+        made = trainer(
+            tmp_path, train={"micro_batch_tokens": size, "cell_tokens": 128}, rollout={"groups": 6, "max_tokens": 24}
+        )
+        step: list[dict[str, Tensor]] = []
+        made.optimizer.step = lambda made=made, step=step: (
+            step.append(dict(made.optimizer._sums)) or {"grad_norm": 1.0, "lr": 0.0}
+        )  # type: ignore[method-assign]
+        collected = made.collector.collect(0, 1)
+        result = made.updater.prepare(collected.samples)
+        made.updater.update(collected.samples, *made._credit(collected), result)
+        sums += step
+        values.append(result.tokens)
+    assert torch.equal(values[0].trainer, values[1].trainer) and torch.equal(values[0].entropy, values[1].entropy)
+    for name, whole in sums[0].items():
+        assert float((whole - sums[1][name]).norm() / whole.norm()) < 1e-2, name  # other groups of tokens: 2 to 4 %
+
+
+def test_dynamic_sampling_replaces_groups_of_equal_rewards(tmp_path: Path) -> None:
+    flat = {"sum/0", "sum/1", "sum/2", "sum/3"}
+    calls: list[int] = []
+
+    def score(item: Any, text: str) -> float:
+        calls.append(1)
+        return 0.0 if item.id in flat else float(len(calls) % 2)
+
+    made = trainer(tmp_path, task=tiny.task(score), rollout={"groups": 3, "dynamic": True, "max_rounds": 8})
+    record = made.train_step()
+    assert record["data/dropped_groups"] > 0 and record["data/rounds"] > 1 and record["reward/zero_spread"] == 0.0
+    assert record["data/position"] == 3 + record["data/dropped_groups"]
+
+
+def test_when_nothing_teaches_nothing_changes(tmp_path: Path) -> None:
+    """Equal rewards; only truncated responses; no group left: no optimiser step, and every metric is finite."""
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (lambda item, text: 1.0, {}),
+        (None, {"algorithm": {"overlong": "mask"}, "rollout": {"max_tokens": 1}}),
+        (lambda item, text: 0.5, {"rollout": {"dynamic": True, "max_rounds": 2}}),
+        (lambda item, text: 0.5, {"algorithm": {"kl": 0.1, "zero_spread": "drop"}}),
+    ]
+    for number, (scorer, tables) in enumerate(cases):
+        made = trainer(tmp_path / str(number), task=tiny.task(scorer), **tables)
+        if number == 1:
+            made.collector.stops = ()
+        before = weights(made)
+        record = made.train_step()
+        assert record["update/skipped"] == 1 and record["update/steps"] == 0 and equal(before, weights(made))
+        numbers = [v for v in record.values() if isinstance(v, float)]
+        assert all(v == v and abs(v) < float("inf") for v in numbers), record
+
+
+def test_kl_still_pulls_where_rewards_are_equal(tmp_path: Path) -> None:
+    """The default: a group without spread keeps its KL term, which is 0 only while the policy is the reference."""
+    made = trainer(tmp_path, task=tiny.task(lambda item, text: 1.0), algorithm={"kl": 0.1})
+    with torch.no_grad():
+        for p in made.actor.parameters():
+            p.mul_(1.05)
+    made.actor.sync()
+    record = made.train_step()
+    assert record["update/steps"] == 1 and record["update/grad_norm"] > 0 and record["kl/reference"] > 0
+
+
+def test_truncation_is_judged_by_the_engine_and_not_by_one_id(tmp_path: Path) -> None:
+    """With half the vocabulary ending a response, few run to the limit."""
+    made = trainer(tmp_path)
+    made.collector.stops = tuple(range(0, 40))
+    record = made.train_step()
+    assert record["response/truncated"] < 0.3 and record["response/length"] < 6
+
+
+# ------------------------------------------------------------------------------------------ faults
+
+
+def resumed(tmp_path: Path, task: Any = None, **tables: Any) -> Trainer:
+    made = trainer(tmp_path, task=task, **tables)
+    made.restore(tmp_path)
+    made.run()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        (lambda: 1 / 0, RewardError, "ZeroDivisionError"),
+        (lambda: float("nan"), RewardError, "nan, not a finite number"),
+        (None, RolloutError, "engine died: RuntimeError: out of blocks"),
+    ],
+)
+def test_a_fault_before_the_update_keeps_the_state(tmp_path: Path, fault: Any, error: Any, message: str) -> None:
+    """It strikes in the second step; the run that is resumed afterwards is the one that never met it."""
+    good = tiny.task()
+    seen = {"count": 0}
+
+    def score(item: Any, text: str) -> float:
+        seen["count"] += 1
+        return fault() if fault and seen["count"] > 10 else good.scorer(item, text)
+
+    made = trainer(tmp_path / "faulty", task=tiny.task(score), run={"save_every": 0})
+    if fault is None:
+
+        def die(call: int, completions: list[Any]) -> list[Any]:
+            if call == 2:
+                raise RuntimeError("out of blocks")
+            return completions
+
+        wrap(made, die)
+    with pytest.raises(error, match=message):
+        made.run()
+    assert checkpoint.steps(tmp_path / "faulty") == [0, 1]
+    again = weights(resumed(tmp_path / "faulty"))
+    whole = trainer(tmp_path / "whole")
+    whole.run()
+    assert equal(again, weights(whole))
+    assert lasting(read_records(tmp_path / "faulty")) == lasting(read_records(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("where", ["rollout", "update"])
+def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """In a rollout it stops at once and the step is done again; in an update it waits until that is whole."""
+    made = trainer(tmp_path, run={"steps": 3, "save_every": 0})
+    if where == "rollout":
+        wrap(made, lambda call, c: [call == 2 and os.kill(os.getpid(), signal.SIGINT), c][1])
+    else:
+        real = made.optimizer.step
+        monkeypatch.setattr(
+            made.optimizer, "step", lambda: [made.step == 1 and os.kill(os.getpid(), signal.SIGINT), real()][1]
+        )
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(InterruptedRunError, match="go on with: precgraph-train resume"):
+        made.run()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert checkpoint.steps(tmp_path)[-1] == len(read_records(tmp_path)) == (1 if where == "rollout" else 2)
+
+
+def test_a_full_disk_is_one_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(tmp_path)
+    real, calls = checkpoint.save_file, {"count": 0}
+
+    def full(tensors: Any, path: Path) -> None:
+        calls["count"] += 1
+        if calls["count"] > 3:
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match="No space left on device.*step 0 is untouched"):
+        made.run()
+    monkeypatch.undo()
+    after = weights(resumed(tmp_path))
+    whole = trainer(tmp_path / "whole")
+    whole.run()
+    assert equal(after, weights(whole))
+
+
+def test_prompts_beyond_the_context_are_skipped_and_counted(tmp_path: Path) -> None:
+    task = tiny.task()
+    long = [replace(i, question="9" * 300) if n % 2 else i for n, i in enumerate(task.items)]
+    record = trainer(tmp_path, task=replace(task, items=long), rollout={"groups": 4}).train_step()
+    assert record["data/too_long"] > 0 and record["data/position"] == 4 + record["data/too_long"]
+    with pytest.raises(TaskError, match="exceed the context of 256 tokens"):
+        trainer(tmp_path, task=replace(task, items=long[1::2])).train_step()
+
+
+def test_a_broken_assertion_stops_the_run_and_saves(tmp_path: Path) -> None:
+    made = trainer(tmp_path, metrics={"asserts": ["response/length < 1"]}, run={"save_every": 0})
+    with pytest.raises(MetricAssertionError, match="step 0: response/length"):
+        made.run()
+    assert checkpoint.steps(tmp_path) == [0, 1]
+
+
+def test_stale_or_shuffled_completions_are_noticed(tmp_path: Path) -> None:
+    made = trainer(tmp_path, run={"save_every": 0})
+    inner = made.rollout
+    wrap(made, lambda call, c: [replace(x, weights_version=0) for x in c])
+    with pytest.raises(AlignmentError, match="weights version 0, the trainer has 1"):
+        made.train_step()
+    made.rollout = made.collector.rollout = inner
+    wrap(made, lambda call, c: c[-1:] + c[:-1])
+    with pytest.raises(AlignmentError, match="another prompt"):
+        made.train_step()
+    # Log-probabilities that belong to another response of the same prompt: lengths fit, ids fit, the values do not.
+    made.rollout = made.collector.rollout = inner
+    made.collector.stops = ()
+    wrap(made, lambda call, c: [replace(x, logprobs=c[i - 1].logprobs) for i, x in enumerate(c)])
+    (alarm,) = [a for a in made.train_step()["alarms"] if "programs of one digest" in a]
+    assert "first at position 0" in alarm
+
+
+def test_a_missing_log_probability_is_counted(tmp_path: Path) -> None:
+    made = trainer(tmp_path, algorithm={"correction": "token_truncated"})
+    wrap(made, lambda call, c: [replace(x, logprobs=[None, *x.logprobs[1:]]) for x in c])
+    record = made.train_step()
+    assert record["mismatch/missing"] == 8 and record["mismatch/max"] == 0.0 and record["correction/weight_mean"] == 1.0
+
+
+def test_evaluation_leaves_the_run_alone(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made._held_out = made.task
+    before = (checkpoint.random_state(), made.stream.position)
+    got = made.evaluate()
+    assert set(got) == {"eval/pass_rate", "eval/reward", "eval/length"} and 0 < got["eval/length"] <= 12
+    assert equal(before[0], checkpoint.random_state()) and made.stream.position == before[1]
+    assert made.evaluate() == got

@@ -29,11 +29,11 @@ from precgraph.lowering.triton.primitives import (
     source,
     store_rows,
     store_tokens,
+    tile_of,
 )
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _ROWS = 32  # of a tile that is not quantised along tokens
-_WARPS = 16  # of a tile that is
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,8 @@ def fused_gated(
     tokens = new_tokens(shape, tokens_fmt, gate.device)[0] if tokens_fmt is not None else None
     left, right = flatten(gate), flatten(up)
     T, width = left.shape
-    _gated_kernel[(ceil_div(T, height) * ceil_div(width, GROUP),)](
+    tiles = ceil_div(T, height) * ceil_div(width, GROUP)
+    _gated_kernel[(tiles,)](
         left,
         right,
         value,
@@ -99,7 +100,8 @@ def fused_gated(
         source(rows_fmt, tokens_fmt),
         rows_rule,
         tokens_rule,
-        num_warps=_WARPS if tokens_fmt is not None else 4,
+        num_warps=4 if tokens is None else 8,
+        maxnreg=None if tokens is None else 128,
         **EXACT,
     )
     return Gated(value, rows, tokens)
@@ -135,7 +137,8 @@ def fused_gated_backward(
     tokens = new_tokens(shape, tokens_fmt, dy.device, parts=2) if tokens_fmt is not None else None
     grad, left, right = flatten(dy), flatten(gate), flatten(up)
     T, width = left.shape
-    _gated_backward_kernel[(ceil_div(T, height) * ceil_div(width, GROUP),)](
+    tiles = ceil_div(T, height) * ceil_div(width, GROUP)
+    _gated_backward_kernel[(tiles,)](
         grad,
         left,
         right,
@@ -155,7 +158,7 @@ def fused_gated_backward(
         source(rows_fmt, tokens_fmt),
         rows_rule,
         tokens_rule,
-        num_warps=_WARPS if tokens_fmt is not None else 4,
+        num_warps=4 if tokens is None else 8,
         **EXACT,
     )
     return GatedGrads(dgate, dup, rows, tokens)
@@ -218,8 +221,11 @@ def _gated_kernel(
     """One tile ``[ROWS, 128]``; for groups of tokens as even and odd rows."""
     columns: tl.constexpr = (WIDTH + 127) // 128
     EVEN: tl.constexpr = WIDTH % 128 == 0
-    line = tl.program_id(0) // columns
-    col = (tl.program_id(0) % columns) * 128
+    if TOKENS_RULE is None:
+        line, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    else:
+        line, column = tile_of(tl.program_id(0), tl.cdiv(T, 128), columns)
+    col = column * 128
     cols = col + tl.arange(0, 128)
     if TOKENS_RULE is None:
         rows = line * ROWS + tl.arange(0, ROWS)
@@ -280,8 +286,11 @@ def _gated_backward_kernel(
     """One tile ``[ROWS, 128]`` of both gradients; dup's part of the joint buffers starts ``columns`` blocks later."""
     columns: tl.constexpr = (WIDTH + 127) // 128
     EVEN: tl.constexpr = WIDTH % 128 == 0
-    line = tl.program_id(0) // columns
-    col = (tl.program_id(0) % columns) * 128
+    if TOKENS_RULE is None:
+        line, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    else:
+        line, column = tile_of(tl.program_id(0), tl.cdiv(T, 128), columns)
+    col = column * 128
     cols = col + tl.arange(0, 128)
     to = columns * 128 + col
     if TOKENS_RULE is None:

@@ -28,13 +28,16 @@ from precgraph.lowering.triton.primitives import (
     require,
     rule,
     source,
+    store_in_place,
     store_rows,
     store_tokens,
+    tile_of,
 )
 
 _MAX_WIDTH = 16384  # a row has to fit the registers of one program
-_STAGES = 2  # of its loop: while one row is computed, the next one is on its way
-_ROWS_A_PROGRAM = 16  # of the backward: how many rows one partial sum of dweight covers
+_PROGRAMS = 6  # a multiprocessor, of the forward that quantises: a loop over rows, as its registers allow
+_STAGES = 2  # of such a loop: while one row is computed, the next one is on its way to shared memory
+_ROWS_A_PROGRAM = 32  # of the backward: how many rows one partial sum of dweight covers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,7 +89,9 @@ def fused_norm(
     tokens = new_tokens(x.shape, tokens_fmt, x.device)[0] if tokens_fmt is not None else None
     scale = torch.empty(T, dtype=torch.float32, device=x.device) if tokens is not None else None
     height, warps = _height(C)
-    _rows_kernel[(ceil_div(T, height),)](
+    blocks = ceil_div(T, height)
+    looped = rows is not None and tokens is None  # what has little to do for a row is faster without a loop
+    _rows_kernel[(min(blocks, _programs(x.device)) if looped else blocks,)](
         flat,
         other,
         weight,
@@ -104,12 +109,14 @@ def fused_norm(
         height,
         source(rows_fmt, tokens_fmt),
         rows_rule if tokens is None else None,
+        _STAGES if looped else 1,
         num_warps=warps,
         **EXACT,
     )
     if tokens is not None:
         summed = flat if total is None else flatten(total)
-        _tiles_kernel[(ceil_div(T, GROUP) * ceil_div(C, GROUP),)](
+        tiles = ceil_div(T, GROUP) * ceil_div(C, GROUP)
+        _tiles_kernel[(tiles,)](
             summed,
             weight,
             scale,
@@ -124,7 +131,8 @@ def fused_norm(
             source(rows_fmt, tokens_fmt),
             rows_rule,
             tokens_rule,
-            num_warps=16,
+            num_warps=8,
+            maxnreg=128,
             **EXACT,
         )
     return Normed(total, normed, rows, tokens)
@@ -136,7 +144,7 @@ def rms_norm_backward(
     """``(dx, dweight)`` of :func:`rms_norm`; the reciprocal root mean square is computed again from ``x``.
 
     ``residual_grad``, the gradient that reaches the norm's input beside the norm, is added to the rounded dx. dweight
-    is summed over tokens in fp32, 16 rows at a time and then those sums in order: the same bits in every run, not those
+    is summed over tokens in fp32, 32 rows at a time and then those sums in order: the same bits in every run, not those
     of torch's own sum.
     """
     operands = {"dy": dy, "x": x, "weight": weight, "residual_grad": residual_grad}
@@ -163,7 +171,7 @@ def rms_norm_backward(
         _piece(C),
         _ROWS_A_PROGRAM,
         _STAGES,
-        num_warps=4 if C <= 4096 else 8,
+        num_warps=8,
         **EXACT,
     )
     return dx, sum_rows(partial).to(weight.dtype)
@@ -189,6 +197,10 @@ def _check(operands: dict[str, Tensor | None], x: Tensor, weight: Tensor) -> Non
         )
 
 
+def _programs(device: torch.device) -> int:
+    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _piece(C: int) -> int:
     """Width of a piece of the ordered sum, never narrower than a quantiser's group: zeros do not change a sum."""
     return max(GROUP, min(PIECE, 1 << (C - 1).bit_length()))
@@ -196,7 +208,7 @@ def _piece(C: int) -> int:
 
 def _height(C: int) -> tuple[int, int]:
     """Rows and warps of a program of the forward, from the width alone."""
-    return (2, 4) if C <= 4096 else (1, 8)
+    return (1, 4) if C <= 4096 else (1, 8)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -218,37 +230,39 @@ def _rows_kernel(
     ROWS: tl.constexpr,
     SOURCE: tl.constexpr,
     RULE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """``ROWS`` whole rows: the sum, then what is made of it, without reading it again."""
     pieces: tl.constexpr = (C + PIECE - 1) // PIECE
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    at = rows[:, None].to(tl.int64)
     lane = tl.arange(0, PIECE)
-    values = ()
-    squares = tl.zeros([ROWS, PIECE], tl.float32)
-    for p in tl.static_range(pieces):
-        cols = p * PIECE + lane[None, :]
-        inside = (rows[:, None] < T) & (cols < C)
-        value = tl.load(x + at * x_stride + cols, mask=inside, other=0.0)
-        if residual is not None:
-            other = tl.load(residual + at * residual_stride + cols, mask=inside, other=0.0)
-            value = (value.to(tl.float32) + other.to(tl.float32)).to(tl.bfloat16)
-            tl.store(total + at * C + cols, value, mask=inside)
-        values = values + (value,)  # noqa: RUF005 - a tuple of the kernel language
-        wide = value.to(tl.float32)
-        squares = squares + wide * wide
-    root = reciprocal_root(halving_sum(squares), eps, C)
-    if scale is not None:
-        tl.store(scale + rows, root, mask=rows < T)
-    if normed is not None or RULE is not None:
+    for block in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = block * ROWS + tl.arange(0, ROWS)
+        at = rows[:, None].to(tl.int64)
+        values = ()
+        squares = tl.zeros([ROWS, PIECE], tl.float32)
         for p in tl.static_range(pieces):
-            # One address a value: a weight loaded once for all rows would have another layout, and cost a barrier.
-            cols = tl.broadcast_to(p * PIECE + lane[None, :], [ROWS, PIECE])
-            y = _weighted(values[p], root[:, None], tl.load(weight + cols, mask=cols < C, other=0.0))
-            if normed is not None:
-                tl.store(normed + at * C + cols, y, mask=(rows[:, None] < T) & (cols < C))
-            if RULE is not None:
-                _store_groups(y.to(SOURCE), codes, scales, rows, cols, p * (PIECE // 128), T, C, RULE)
+            cols = p * PIECE + lane[None, :]
+            inside = (rows[:, None] < T) & (cols < C)
+            value = tl.load(x + at * x_stride + cols, mask=inside, other=0.0)
+            if residual is not None:
+                other = tl.load(residual + at * residual_stride + cols, mask=inside, other=0.0)
+                value = (value.to(tl.float32) + other.to(tl.float32)).to(tl.bfloat16)
+                tl.store(total + at * C + cols, value, mask=inside)
+            values = values + (value,)  # noqa: RUF005 - a tuple of the kernel language
+            wide = value.to(tl.float32)
+            squares = squares + wide * wide
+        root = reciprocal_root(halving_sum(squares), eps, C)
+        if scale is not None:
+            tl.store(scale + rows, root, mask=rows < T)
+        if normed is not None or RULE is not None:
+            for p in tl.static_range(pieces):
+                # One address a value: a weight loaded once for all rows would have another layout, and cost a barrier.
+                cols = tl.broadcast_to(p * PIECE + lane[None, :], [ROWS, PIECE])
+                y = _weighted(values[p], root[:, None], tl.load(weight + cols, mask=cols < C, other=0.0))
+                if normed is not None:
+                    tl.store(normed + at * C + cols, y, mask=(rows[:, None] < T) & (cols < C))
+                if RULE is not None:
+                    _store_groups(y.to(SOURCE), codes, scales, rows, cols, p * (PIECE // 128), T, C, RULE)
 
 
 @triton.jit
@@ -275,7 +289,7 @@ def _store_groups(y, codes, scales, rows, cols, group, T, C: tl.constexpr, RULE:
     which = group + tl.arange(0, G)[None, :]
     aligned = ((T + 3) // 4) * 4
     inside = (rows[:, None] < T) & (which < groups)
-    tl.store(scales + which.to(tl.int64) * aligned + rows[:, None], scale, mask=inside)
+    store_in_place(scales + which.to(tl.int64) * aligned + rows[:, None], scale, inside)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -298,9 +312,8 @@ def _tiles_kernel(
     """One tile ``[128, 128]`` of the normalised rows, last tile first."""
     columns: tl.constexpr = (C + 127) // 128
     EVEN: tl.constexpr = C % 128 == 0
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    line = tile // columns
-    col = (tile % columns) * 128
+    line, column = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), tl.cdiv(T, 128), columns)
+    col = column * 128
     rows = line * 128 + 2 * tl.arange(0, 64)
     cols = col + tl.arange(0, 128)
     even = _normed_tile(x, weight, scale, normed, rows, cols, T, stride, C).to(SOURCE)

@@ -88,6 +88,21 @@ def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
+# ------------------------------------------------------------------------------------------ tiles
+
+
+@triton.jit
+def tile_of(tile, lines, COLUMNS: tl.constexpr):
+    """``(line, column)`` of a tile, in bands of 8 lines, each band column by column.
+
+    Programs that run together then read long pieces of rows and write long pieces of transposed rows.
+    """
+    band = tile // (8 * COLUMNS)
+    height = tl.minimum(lines - band * 8, 8)
+    within = tile - band * 8 * COLUMNS
+    return band * 8 + within % height, within // height
+
+
 # ------------------------------------------------------------------------------------------ quantiser
 
 
@@ -110,9 +125,15 @@ def refine(quotient, x, divisor, inverse):
 
 
 @triton.jit
+def rough_reciprocal(x):
+    """The hardware's ``1 / x``, one unit in the last place off."""
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def reciprocal(x):
     """IEEE ``1 / x`` without branches, for ``2**-126 <= x <= 2**126``."""
-    rough = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    rough = rough_reciprocal(x)
     return tl.fma(negative(tl.fma(x, rough, -1.0)), rough, rough)
 
 
@@ -160,6 +181,22 @@ def quantise_rows(x, axis: tl.constexpr, RULE: tl.constexpr, dtype: tl.constexpr
     scale, inverse = scale_of(tl.max(magnitude(wide), axis), RULE)
     codes = ratio(wide, tl.expand_dims(scale, axis), tl.expand_dims(inverse, axis), RULE).to(dtype)
     return codes, scale
+
+
+@triton.jit
+def store_in_place(at, x, inside):
+    """Store fp32 ``x`` from the threads that hold it, of which several may: `tl.store` would first deal it out anew.
+
+    That costs two barriers, which a program that stores the scales of many pieces feels.
+    """
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $3, 0; @p st.global.f32 [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,f,r",
+        [at.to(tl.int64), x, inside.to(tl.int32)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -262,11 +299,9 @@ _CUBIC_SLOPE = tl.constexpr(3 * 0.044715)
 
 @triton.jit
 def activation_value(x, NAME: tl.constexpr):
-    """``act(x)`` in fp32, for every finite bf16 ``x``; an infinite one gives a non-finite value."""
+    """``act(x)`` in fp32, for every bf16 ``x``; of silu only what its rounding to bf16 needs."""
     if NAME == "silu":
-        quarter, inverse = _silu_quarter(x)
-        quotient = refine(x * inverse, x, quarter, inverse) * 0.25
-        return tl.where(tl.abs(x) > _SATURATED, tl.maximum(x, x * 0.0), quotient)
+        return (x * 0.25) * rough_reciprocal(_silu_quarter(x))  # not IEEE division, but the same bf16 for every bf16 x
     elif NAME == "gelu":
         return x * (0.5 * (1.0 + erf(x * _SQRT_HALF)))
     else:
@@ -278,8 +313,7 @@ def activation_value(x, NAME: tl.constexpr):
 def activation_slope(x, NAME: tl.constexpr):
     """``act'(x)`` in fp32, for every finite bf16 ``x``."""
     if NAME == "silu":
-        _, inverse = _silu_quarter(x)
-        sigmoid = tl.where(x < -_SATURATED, 0.0, inverse * 0.25)
+        sigmoid = tl.where(x < -88.75, 0.0, reciprocal(_silu_quarter(x)) * 0.25)  # exp(-x) is infinite below
         return sigmoid * (1.0 + x * (1.0 - sigmoid))
     elif NAME == "gelu":
         cdf = 0.5 * (1.0 + erf(x * _SQRT_HALF))
@@ -291,14 +325,10 @@ def activation_slope(x, NAME: tl.constexpr):
         return 0.5 * (1.0 + tanh) + 0.5 * x * ((1.0 - tanh * tanh) * slope)
 
 
-_SATURATED = tl.constexpr(88.75)  # exp(-x) is infinite beyond -88.75, and 1 + exp(-x) is 1 beyond 88.75
-
-
 @triton.jit
 def _silu_quarter(x):
-    """``(1 + exp(-x)) / 4`` and its reciprocal: a quarter, because the reciprocal of the whole can be subnormal."""
-    quarter = tl.fma(exp(negative(x)), 0.25, 0.25)
-    return quarter, reciprocal(quarter)
+    """``(1 + exp(-x)) / 4``: a quarter, because the reciprocal of the whole can be subnormal."""
+    return tl.fma(exp(negative(x)), 0.25, 0.25)
 
 
 @triton.jit

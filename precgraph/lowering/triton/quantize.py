@@ -28,6 +28,7 @@ from precgraph.lowering.triton.primitives import (
     source,
     store_rows,
     store_tokens,
+    tile_of,
 )
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -65,7 +66,8 @@ def _quantize(x: Tensor, rows_fmt: Format | None, tokens_fmt: Format | None) -> 
     rows = new_rows(x.shape, rows_fmt, x.device)[0] if rows_fmt is not None else None
     tokens = new_tokens(x.shape, tokens_fmt, x.device)[0] if tokens_fmt is not None else None
     height = GROUP if tokens is not None else _ROWS
-    _quantize_kernel[(ceil_div(T, height) * ceil_div(K, GROUP),)](
+    tiles = ceil_div(T, height) * ceil_div(K, GROUP)
+    _quantize_kernel[(tiles,)](
         flat,
         rows and rows.codes,
         rows and rows.scales,
@@ -78,7 +80,8 @@ def _quantize(x: Tensor, rows_fmt: Format | None, tokens_fmt: Format | None) -> 
         source(rows_fmt, tokens_fmt),
         rows_rule,
         tokens_rule,
-        num_warps=16 if tokens is not None else 4,
+        num_warps=4 if tokens is None else 8,
+        maxnreg=None if tokens is None else 128,
         **EXACT,
     )
     return rows, tokens
@@ -102,8 +105,11 @@ def _quantize_kernel(
     """One tile ``[ROWS, 128]``: read once, written in each layout that is asked for."""
     columns: tl.constexpr = (K + 127) // 128
     EVEN: tl.constexpr = K % 128 == 0
-    line = tl.program_id(0) // columns
-    col = (tl.program_id(0) % columns) * 128
+    if TOKENS_RULE is None:
+        line, column = tl.program_id(0) // columns, tl.program_id(0) % columns
+    else:
+        line, column = tile_of(tl.program_id(0), tl.cdiv(T, 128), columns)
+    col = column * 128
     cols = col + tl.arange(0, 128)
     if TOKENS_RULE is None:
         rows = line * ROWS + tl.arange(0, ROWS)
@@ -195,10 +201,8 @@ def _weight_kernel(
 ):
     """One block: amax of 128×128 values, its codes and its transposed codes."""
     columns: tl.constexpr = (K + 127) // 128
-    lines: tl.constexpr = (N + 127) // 128
     EVEN: tl.constexpr = K % 128 == 0
-    line = tl.program_id(0) // columns
-    column = tl.program_id(0) % columns
+    line, column = tile_of(tl.program_id(0), (N + 127) // 128, columns)
     rows = line * 128 + 2 * tl.arange(0, 64)
     cols = column * 128 + tl.arange(0, 128)
     even = _load(x, rows, cols, N, stride, K, EVEN, SOURCE).to(tl.float32)

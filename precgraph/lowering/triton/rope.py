@@ -20,7 +20,6 @@ from precgraph.lowering.triton.primitives import EXACT, bf16, ceil_div, halving_
 
 _ROWS = 32  # heads of a tile
 _TILES = 8  # of a program of the backward with a norm: one partial sum of dweight
-_STAGES = 2  # of its loop: while one tile is computed, the next one is on its way
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
@@ -101,7 +100,6 @@ def _backward(
         triton.next_power_of_2(D // 2),
         _ROWS,
         tiles,
-        _STAGES,
         wide,
         num_warps=4,
         **EXACT,
@@ -213,7 +211,6 @@ def _backward_kernel(
     P: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
-    STAGES: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """``TILES`` tiles of ``ROWS`` heads, and their sum of the norm's ``dy * x̂``."""
@@ -221,7 +218,7 @@ def _backward_kernel(
     lane = tl.broadcast_to(tl.arange(0, P)[None, :], [ROWS, P])
     sum_low = tl.zeros([ROWS, P], tl.float32)
     sum_high = tl.zeros([ROWS, P], tl.float32)
-    for i in tl.range(0, TILES, num_stages=STAGES):
+    for i in range(TILES):
         rows = (tl.program_id(0).to(tl.int64) * TILES + i) * ROWS + tl.arange(0, ROWS)
         token = rows // H
         inside = (token[:, None] < T) & (lane < half)

@@ -127,11 +127,15 @@ def _explain(model: nn.Module, error: Exception) -> str:
 
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    """Attention opaque and dropout off while tracing; both are put back as they were."""
+    """Attention opaque while tracing, and one mode: both are put back as they were.
+
+    A language model's config has said that nothing drops out, so it is traced as for inference. Any other module is
+    traced as in training: what it would do there alone (dropout, batch statistics) must not go unseen.
+    """
     training = {m: m.training for m in model.modules()}
     before = str(model.config._attn_implementation) if isinstance(model, PreTrainedModel) else ""
     try:
-        model.eval()
+        model.train(not isinstance(model, PreTrainedModel))
         if isinstance(model, PreTrainedModel):
             model.set_attn_implementation(IMPLEMENTATION)
         yield
@@ -236,7 +240,7 @@ class _Builder:
         for node in owner.graph.nodes:
             if node.op != "call_function":
                 continue
-            if str(node.target) in _DROPPED:
+            if str(node.target) in _DROPPED or (str(node.target) == "aten.dropout.default" and node.args[1] == 0):
                 env[node] = env[node.args[0]]
             elif "wrap_with_set_grad_enabled" in str(node.target):
                 body, values = getattr(owner, node.args[1].target), [env[a] for a in node.args[2:]]

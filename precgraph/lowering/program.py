@@ -182,7 +182,8 @@ def build_program(graph: PrecisionGraph) -> Program:
         by_segment.setdefault(precision(node).segment, []).append(node)
     result = output_node(graph.graph).args[0]
     outputs = tuple(n.name for n in (result if isinstance(result, tuple) else (result,)) if isinstance(n, fx.Node))
-    segments = tuple(_segment(name, members, outputs, graph) for name, members in by_segment.items())
+    sinks = _sinks(graph)
+    segments = tuple(_segment(name, members, outputs, sinks.get(name, {})) for name, members in by_segment.items())
     packs = frozenset(key for n in nodes for key in _pack_keys(n))
     inputs = tuple(n.name for n in graph.placeholders if _phase(n) == "forward")
     return Program(graph, segments, packs, inputs, outputs)
@@ -199,25 +200,32 @@ def _merge_if_entangled(graph: PrecisionGraph) -> None:
                 return
 
 
-def _segment(name: str, nodes: list[fx.Node], outputs: tuple[str, ...], graph: PrecisionGraph) -> Segment:
-    forward = [n for n in nodes if _phase(n) == "forward"]
-    own = {n.name for n in forward}
-    inputs = dict.fromkeys(
-        a.name for n in nodes for a in n.all_input_nodes
-        if a.name not in own and _phase(a) == "forward" and a.op in ("call_function", "placeholder")
-    )  # fmt: skip
-    leaving = tuple(n.name for n in forward if n.name in outputs or _read_later(n))
-    values = {n.name: n for n in graph}
-    border = [values[v] for v in (*inputs, *leaving)]
-    gradients = {v.name: v.meta["gradient"] for v in border if "gradient" in v.meta}
-    sinks: dict[str, tuple[str, ...]] = {}
+def _sinks(graph: PrecisionGraph) -> dict[str, dict[str, tuple[str, ...]]]:
+    """Per segment: the gradients that its sinks add to each parameter (by path) and input (by name)."""
+    found: dict[str, dict[str, tuple[str, ...]]] = {}
     for node in graph:
-        if node.target is ops.accumulate_grad and precision(node).segment == name:
+        if node.target is ops.accumulate_grad:
             target, grad = node.all_input_nodes
             key = str(target.target) if target.op == "get_attr" else target.name
+            sinks = found.setdefault(precision(node).segment, {})
             sinks[key] = (*sinks.get(key, ()), grad.name)
-    parameters = tuple(k for k in sinks if k in graph.parameters)
-    return Segment(name, nodes, tuple(inputs), leaving, parameters, gradients, sinks)
+    return found
+
+
+def _segment(
+    name: str, nodes: list[fx.Node], outputs: tuple[str, ...], sinks: Mapping[str, tuple[str, ...]]
+) -> Segment:
+    forward = [n for n in nodes if _phase(n) == "forward"]
+    own = {n.name for n in forward}
+    entering = {
+        a.name: a for n in nodes for a in n.all_input_nodes
+        if a.name not in own and _phase(a) == "forward" and a.op in ("call_function", "placeholder")
+    }  # fmt: skip
+    leaving = [n for n in forward if n.name in outputs or _read_later(n)]
+    gradients = {v.name: v.meta["gradient"] for v in (*entering.values(), *leaving) if "gradient" in v.meta}
+    inputs = {a.name for n in nodes for a in n.all_input_nodes if a.op == "placeholder"}
+    parameters = tuple(k for k in sinks if k not in inputs)
+    return Segment(name, nodes, tuple(entering), tuple(n.name for n in leaving), parameters, gradients, sinks)
 
 
 def _read_later(node: fx.Node) -> bool:

@@ -190,12 +190,13 @@ class _SegmentFunction(torch.autograd.Function):
 
 def require_numerics_state() -> None:
     """NumericsStateError if a global switch would change the program's fp32 arithmetic."""
-    precision = torch.get_float32_matmul_precision()
-    if precision != "highest":
-        raise NumericsStateError(
-            f"float32 matmul precision is {precision!r}, which rounds fp32 operands",
-            remedy="call torch.set_float32_matmul_precision('highest')",
-        )
+    # Each backend is asked: the process-wide getter fails once torch's newer switches have been used.
+    for name, backend in (("CUDA", torch.backends.cuda.matmul), ("the CPU", torch.backends.mkldnn.matmul)):  # type: ignore[attr-defined]
+        if backend.fp32_precision not in ("none", "ieee"):
+            raise NumericsStateError(
+                f"float32 matmul precision is {backend.fp32_precision!r} on {name}, which rounds fp32 operands",
+                remedy="call torch.set_float32_matmul_precision('highest')",
+            )
     if float(torch.tensor(1e-40) * 1.0) == 0.0:
         raise NumericsStateError("subnormal numbers are flushed to zero", remedy="call torch.set_flush_denormal(False)")
 

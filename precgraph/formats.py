@@ -11,7 +11,17 @@ The rule, in fp32 throughout, for each block of ``r x c`` values that were first
     scale = scale rounded up to a power of two, for ue8m0
     code  = round_to_nearest_even(clamp(x / scale, -max, max))      or  x * fp32(1 / scale)
 
-Upstreams differ in each of these choices (DeepGEMM 2.6, vLLM 0.33, torchao 0.18), hence the fields.
+and, for stacks that keep the inverse (``scale_rule`` "max/amax")::
+
+    inverse = fp32(max / amax), rounded down to a power of two for ue8m0; 1 where amax is 0, the largest value of
+              ``source`` where it overflows
+    code    = round_to_nearest_even(clamp(x * inverse, -max, max)),    scale = fp32(1 / inverse)
+
+``requantize`` "ue8m0" then dequantises in fp32 and quantises once more to powers of two, as an engine does that wants
+such scales and is given others (vLLM 0.32, ``requant_weight_ue8m0_inplace``).
+
+Upstreams differ in each of these choices (DeepGEMM 2.6, vLLM 0.33, torchao 0.18, TransformerEngine 2), hence the
+fields; `precgraph.stacks` says which stack makes which.
 """
 
 from __future__ import annotations
@@ -43,10 +53,11 @@ _SHORT = {
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _CHOICES = {
     "dtype": tuple(_SHORT),
-    "scale_dtype": ("float32", "ue8m0"),
-    "scale_rule": ("amax/max", "amax*(1/max)"),
+    "scale_dtype": ("float32", "ue8m0", "ue8m0_log2"),
+    "scale_rule": ("amax/max", "amax*(1/max)", "max/amax"),
     "divide": ("true", "reciprocal"),
     "source": ("bfloat16", "float16", "float32"),
+    "requantize": ("none", "ue8m0"),
 }
 _GRANULARITY = r"[1-9][0-9]*x[1-9][0-9]*"
 _MANTISSA, _EXPONENT = 0x007FFFFF, 0x7F800000  # fields of an fp32 word
@@ -63,11 +74,14 @@ class Format:
 
     dtype: str = "bfloat16"
     granularity: str | None = None
-    scale_dtype: str = "float32"  # "ue8m0": rounded up to a power of two before it is used, kept as fp32
+    # "ue8m0": rounded up to a power of two before it is used, kept as fp32. "ue8m0_log2": the same by
+    # exp2(ceil(log2(scale))), which can be one power too small just above a power of two.
+    scale_dtype: str = "float32"
     scale_rule: str = "amax/max"
     divide: str = "true"
     amax_floor: float = 1e-12
     source: str = "bfloat16"  # what the input is rounded to before anything else
+    requantize: str = "none"  # "ue8m0": quantised a second time, to powers of two by DeepGEMM's rule
 
     def __post_init__(self) -> None:
         self.validate()
@@ -101,7 +115,19 @@ class Format:
             )
         # A floor that leaves a zero or subnormal scale would make an all-zero block NaN, or depend on whether
         # the machine flushes subnormals.
-        smallest = self.max * torch.finfo(torch.float32).tiny
+        # "max/amax" needs none: it has a rule for zero, and its inverse stays normal.
+        inverts = self.scale_rule == "max/amax"
+        if inverts and self.scale_dtype == "ue8m0_log2":
+            raise RecipeError(
+                "format: scale_dtype = 'ue8m0_log2' is not defined for scale_rule = 'max/amax'",
+                remedy="use scale_dtype = 'ue8m0'",
+            )
+        if inverts and self.divide != "true":
+            raise RecipeError(
+                "format: scale_rule = 'max/amax' multiplies by the inverse and has no division to choose",
+                remedy="leave divide out",
+            )
+        smallest = 0.0 if inverts else self.max * torch.finfo(torch.float32).tiny
         floor: object = self.amax_floor  # may come from a file
         if not isinstance(floor, float) or not smallest <= floor < math.inf:
             raise RecipeError(
@@ -113,6 +139,11 @@ class Format:
     def is_quantized(self) -> bool:
         """Whether values are stored as FP8 codes with scales."""
         return self.granularity is not None
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether the scales that a GEMM is given are powers of two."""
+        return self.scale_dtype != "float32" or self.requantize != "none"
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -152,13 +183,21 @@ class Format:
             words.append(f"floor {self.amax_floor!r}")
         if self.source != defaults["source"]:
             words.append(f"of {_SHORT[self.source]}")
+        if self.requantize != defaults["requantize"]:
+            words.append(f"then {self.requantize}")
         return " ".join(words)
 
     def to_dict(self) -> dict[str, Any]:
-        """Every rule spelled out; a plain format is its dtype alone. Holds only strings and one float."""
+        """Every rule spelled out, but for ``requantize`` where there is none; a plain format is its dtype alone.
+
+        Holds only strings and one float.
+        """
         if self.granularity is None:
             return {"dtype": self.dtype}
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        data = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.requantize == "none":
+            del data["requantize"]
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Format:
@@ -208,16 +247,32 @@ def quantize(x: Tensor, fmt: Format, *, checked: bool = False) -> QTensor:
             remedy="pass bf16, fp16 or fp32 with at least one dimension",
         )
     blocks = _split(x, fmt)  # [M/r, r, K/c, c] fp32
-    # The floor is a tensor, not a number: amax and floor then meet as two fp32 values, and NaN stays NaN.
-    amax = torch.maximum(blocks.abs().amax(dim=(1, 3), keepdim=True), _constant(fmt.amax_floor, x.device))
+    amax = blocks.abs().amax(dim=(1, 3), keepdim=True)
+    if fmt.scale_rule != "max/amax":  # which has its floor in float64
+        # The floor is a tensor, not a number: amax and floor then meet as two fp32 values, and NaN stays NaN.
+        amax = torch.maximum(amax, _constant(fmt.amax_floor, x.device))
     if checked:
         _require_finite(amax, x, fmt)
-    scales = _scale(amax, fmt)
-    # True division needs a tensor divisor: on CUDA torch turns `/ number` into a multiplication.
-    values = blocks.div_(scales) if fmt.divide == "true" else blocks.mul_(_constant(1.0, x.device) / scales)
     rows, r, cols, c = blocks.shape
+    if fmt.scale_rule == "max/amax":
+        inverse = _inverse_scale(amax, fmt)
+        scales, values = _constant(1.0, x.device) / inverse, blocks.mul_(inverse)
+    else:
+        scales = _scale(amax, fmt)
+        # True division needs a tensor divisor: on CUDA torch turns `/ number` into a multiplication.
+        values = blocks.div_(scales) if fmt.divide == "true" else blocks.mul_(_constant(1.0, x.device) / scales)
     codes = saturating_cast_(values, fmt).reshape(rows * r, cols * c)
-    return QTensor(codes, scales.reshape(rows, cols), x.shape, fmt)
+    once = QTensor(codes, scales.reshape(rows, cols), x.shape, fmt)
+    return _requantized(once) if fmt.requantize == "ue8m0" else once
+
+
+def _requantized(q: QTensor) -> QTensor:
+    """Codes and scales quantised again to powers of two: vLLM 0.32, ``requant_weight_ue8m0_inplace``."""
+    second = Format(
+        q.format.dtype, q.format.granularity, "ue8m0_log2", divide="reciprocal", amax_floor=1e-4, source="float32"
+    )
+    again = quantize(dequantize(q), second)
+    return QTensor(again.codes, again.scales, q.shape, q.format)
 
 
 def dequantize(q: QTensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -255,7 +310,25 @@ def _scale(amax: Tensor, fmt: Format) -> Tensor:
     """The fp32 scale of each block from its floored amax; inf and NaN stay non-finite."""
     one, largest = _constant(1.0, amax.device), _constant(fmt.max, amax.device)
     scale = amax / largest if fmt.scale_rule == "amax/max" else amax * (one / largest)
+    if fmt.scale_dtype == "ue8m0_log2":
+        return scale.log2().ceil().exp2()
     return _round_up_to_power_of_two(scale) if fmt.scale_dtype == "ue8m0" else scale
+
+
+def _inverse_scale(amax: Tensor, fmt: Format) -> Tensor:
+    """``max / amax`` rounded once to fp32; 0 for inf and NaN for NaN, so that its inverse is not finite either.
+
+    TransformerEngine's ``compute_scale_from_amax``: what overflows becomes the largest value of the input's dtype, and
+    a zero block gets 1. A float64 quotient rounded to fp32 is the fp32 quotient, and torchao's is one of float64.
+    """
+    wide = torch.clamp(amax.double(), min=fmt.amax_floor)
+    inverse = (fmt.max / wide).float()
+    largest = _constant(torch.finfo(getattr(torch, fmt.source)).max, amax.device)
+    inverse = torch.where(inverse.isposinf(), largest, inverse)
+    if fmt.scale_dtype == "ue8m0":
+        inverse = (inverse.view(torch.int32) & ~_MANTISSA).view(torch.float32)
+        inverse = torch.where(amax.isnan(), amax, inverse)
+    return torch.where(wide == 0, _constant(1.0, amax.device), inverse)
 
 
 def _round_up_to_power_of_two(scale: Tensor) -> Tensor:

@@ -147,10 +147,11 @@ class Recipe:
 
     @staticmethod
     def _check_operands(activation: Format, weight: Format) -> None:
-        if activation.scale_dtype != weight.scale_dtype:
+        if activation.powers_of_two != weight.powers_of_two:
+            kinds = ["powers of two" if fmt.powers_of_two else "float32" for fmt in (activation, weight)]
             raise RecipeError(
-                f"linear.activation has {activation.scale_dtype} scales and linear.weight {weight.scale_dtype}: one "
-                "GEMM takes one kind; set scale_dtype alike"
+                f"linear.activation has scales of {kinds[0]} and linear.weight of {kinds[1]}: one GEMM takes one kind; "
+                "set scale_dtype alike"
             )
         if activation.block[1] != weight.block[1]:
             raise RecipeError(

@@ -1,6 +1,8 @@
 """`quantize` and `dequantize` against an oracle in numpy and ml_dtypes that shares nothing with them."""
 
 import math
+from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import ml_dtypes
@@ -38,6 +40,12 @@ def oracle(x: Array, fmt: Format) -> tuple[Array, Array]:
     for i in range(rows):
         for j in range(cols):
             block = x[i * r : (i + 1) * r, j * c : (j + 1) * c]
+            if fmt.scale_rule == "max/amax":
+                s, scaled = inverse_scaled(block, fmt, largest)
+                code = np.clip(scaled, -largest, largest).astype(NUMPY[fmt.dtype])
+                codes[i * r : i * r + block.shape[0], j * c : j * c + block.shape[1]] = code.view(np.uint8)
+                scales[i, j] = s
+                continue
             amax = max(np.abs(block).max(), np.float32(fmt.amax_floor))
             s = amax / largest if fmt.scale_rule == "amax/max" else amax * (np.float32(1) / largest)
             if fmt.scale_dtype == "ue8m0":
@@ -48,6 +56,23 @@ def oracle(x: Array, fmt: Format) -> tuple[Array, Array]:
             codes[i * r : i * r + block.shape[0], j * c : j * c + block.shape[1]] = code.view(np.uint8)
             scales[i, j] = s
     return codes, scales
+
+
+def inverse_scaled(block: Array, fmt: Format, largest: np.float32) -> tuple[np.float32, Array]:
+    """The scale and the scaled values where the inverse is what is rounded, with Python's fractions as arithmetic."""
+    amax = max(Fraction(float(np.abs(block).max())), Fraction(fmt.amax_floor))
+    if amax == 0:
+        return np.float32(1), block
+    quotient = Fraction(float(largest)) / amax
+    limit = Fraction(float(np.finfo(np.float32).max))
+    # float() of a Fraction rounds once to fp64, and so do both stacks; then once to fp32
+    with np.errstate(over="ignore"):
+        inverse = np.float32(float(quotient))
+    if quotient > limit and np.isinf(inverse):
+        inverse = np.float32(ml_dtypes.finfo(NUMPY[fmt.source]).max)
+    if fmt.scale_dtype == "ue8m0":
+        inverse = np.float32(2.0 ** (math.frexp(inverse)[1] - 1))
+    return np.float32(1) / inverse, block * inverse
 
 
 def to_torch(x: Array) -> torch.Tensor:
@@ -72,16 +97,16 @@ def bits(q: QTensor) -> tuple[list[Any], list[Any]]:
 
 # -------------------- strategies
 @st.composite
-def formats(
-    draw: st.DrawFn, granularity: str | None = None, dtypes: tuple[str, ...] = (E4M3, E5M2)
-) -> Format:
+def formats(draw: st.DrawFn, granularity: str | None = None, dtypes: tuple[str, ...] = (E4M3, E5M2)) -> Format:
+    rule = draw(st.sampled_from(["amax/max", "amax*(1/max)", "max/amax"]))
+    inverts = rule == "max/amax"
     return Format(
         dtype=draw(st.sampled_from(dtypes)),
         granularity=granularity or draw(st.sampled_from(GRANULARITIES)),
         scale_dtype=draw(st.sampled_from(["float32", "ue8m0"])),
-        scale_rule=draw(st.sampled_from(["amax/max", "amax*(1/max)"])),
-        divide=draw(st.sampled_from(["true", "reciprocal"])),
-        amax_floor=draw(st.sampled_from([1e-12, 1e-10, 1e-4])),
+        scale_rule=rule,
+        divide="true" if inverts else draw(st.sampled_from(["true", "reciprocal"])),
+        amax_floor=draw(st.sampled_from([1e-12, 1e-10, 1e-4, *([0.0] if inverts else [])])),
         source=draw(st.sampled_from(["bfloat16", "float16", "float32"])),
     )
 
@@ -136,9 +161,7 @@ def test_any_finite_values(values: list[float], columns: int, dtype: str, fmt: F
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (127, 129), (128, 128), (129, 127), (1, 576), (192, 576), (400, 400)]
-)
+@pytest.mark.parametrize("shape", [(1, 1), (127, 129), (128, 128), (129, 127), (1, 576), (192, 576), (400, 400)])
 def test_shapes_around_the_block(shape: tuple[int, int], granularity: str) -> None:
     x = np.random.default_rng(0).standard_normal(shape).astype(NUMPY["bfloat16"])
     fmt = Format(E4M3, granularity)
@@ -174,9 +197,7 @@ def test_strides_do_not_matter(x: Array, fmt: Format, data: st.DataObject) -> No
     st.integers(0, 99),
     st.permutations(range(4)),
 )
-def test_leading_dims_and_permuted_4d_views(
-    shape: tuple[int, ...], fmt: Format, seed: int, order: list[int]
-) -> None:
+def test_leading_dims_and_permuted_4d_views(shape: tuple[int, ...], fmt: Format, seed: int, order: list[int]) -> None:
     x = np.random.default_rng(seed).standard_normal(shape).astype(NUMPY["bfloat16"])
     view = to_torch(x).permute(order)
     plain = np.ascontiguousarray(x.transpose(order))
@@ -281,15 +302,74 @@ def test_ue8m0_is_the_least_power_of_two_not_below_the_scale(size: float, power:
     assert rounded[3] == 2.0 ** (power + 1)
 
 
+def test_a_block_of_zeros_under_the_inverse_rule_has_scale_one() -> None:
+    fmt = Format(E4M3, "1x4", scale_rule="max/amax", amax_floor=0.0)
+    q = quantize(torch.tensor([[0.0, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0, -1.0]]), fmt, checked=True)
+    assert q.scales.tolist() == [[1.0, np.float32(1) / np.float32(224)]]
+    assert q.codes[0].float().tolist() == [0, 0, 0, 0, 448, 0, 0, -224]
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("scale_dtype", ["float32", "ue8m0"])
+def test_the_inverse_rule_does_not_hide_inf_or_nan(bad: float, scale_dtype: str) -> None:
+    fmt = Format(E4M3, "1x128", scale_dtype, scale_rule="max/amax", amax_floor=0.0)
+    x = torch.ones(2, 128)
+    x[1, 3] = bad
+    q = quantize(x, fmt)
+    assert q.scales.isfinite().tolist() == [[True], [False]]
+    assert dequantize(q).isnan().all(1).tolist() == [False, True]
+    with pytest.raises(NonFiniteError):
+        quantize(x, fmt, checked=True)
+
+
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_requantised_codes_are_those_of_quantising_the_dequantised_values(granularity: str) -> None:
+    x = torch.randn(200, 300, generator=torch.Generator().manual_seed(0))
+    first = Format(E4M3, granularity, divide="reciprocal", amax_floor=1e-4)
+    second = Format(E4M3, granularity, "ue8m0", divide="reciprocal", amax_floor=1e-4, source="float32")
+    once, twice = quantize(x, first), quantize(x, replace(first, requantize="ue8m0"))
+    codes, scales = oracle(dequantize(once).numpy(), second)
+    assert torch.equal(twice.scales, torch.from_numpy(scales))
+    assert torch.equal(twice.codes.view(torch.uint8), torch.from_numpy(codes))
+    rounded_first = quantize(x, replace(first, scale_dtype="ue8m0"))
+    assert not torch.equal(dequantize(twice), dequantize(rounded_first)), "rounding twice changed nothing"
+
+
+def test_log2_rounding_can_be_one_power_too_small_just_above_one() -> None:
+    above = 2.0**-10 * (1 + 2.0**-23)
+    x = torch.tensor([[448 * 2.0**-10, float(np.float32(448 * above))]])
+    bits_rule = quantize(x, Format(E4M3, "1x1", "ue8m0", source="float32")).scales
+    log2_rule = quantize(x, Format(E4M3, "1x1", "ue8m0_log2", source="float32")).scales
+    assert bits_rule.tolist() == [[2.0**-10, 2.0**-9]]
+    assert log2_rule.tolist() == [[2.0**-10, 2.0**-10]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"scale_dtype": "ue8m0_log2"}, {"divide": "reciprocal"}, {"amax_floor": -1.0}, {"amax_floor": math.nan}],
+)
+def test_the_inverse_rule_refuses_what_it_does_not_define(changes: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError):
+        Format(**{"dtype": E4M3, "granularity": "1x128", "scale_rule": "max/amax", **changes})
+
+
+def test_a_format_says_requantize_only_where_it_does() -> None:
+    """Digests of programs whose weights are rounded once are what they were before the field existed."""
+    plain = Format(E4M3, "128x128")
+    assert "requantize" not in plain.to_dict()
+    twice = replace(plain, requantize="ue8m0")
+    assert Format.from_dict(twice.to_dict()) == twice
+    assert (plain.powers_of_two, twice.powers_of_two) == (False, True)
+    assert str(twice) == "e4m3 128x128 then ue8m0"
+
+
 # -------------------- inf and NaN
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("scale_dtype", ["float32", "ue8m0"])
 @pytest.mark.parametrize("divide", ["true", "reciprocal"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_non_finite_input(
-    bad: float, granularity: str, scale_dtype: str, divide: str, dtype: torch.dtype
-) -> None:
+def test_non_finite_input(bad: float, granularity: str, scale_dtype: str, divide: str, dtype: torch.dtype) -> None:
     fmt = Format(E4M3, granularity, scale_dtype=scale_dtype, divide=divide)
     x = torch.ones(200, 300, dtype=dtype)
     x[130, 131] = bad
@@ -301,9 +381,7 @@ def test_non_finite_input(
     bad_block = torch.zeros_like(q.scales, dtype=torch.bool)
     bad_block[130 // r, 131 // c] = True
     assert torch.equal(~q.scales.isfinite(), bad_block)
-    assert torch.equal(
-        dequantize(q).isnan(), bad_block.repeat_interleave(r, 0).repeat_interleave(c, 1)[:200, :300]
-    )
+    assert torch.equal(dequantize(q).isnan(), bad_block.repeat_interleave(r, 0).repeat_interleave(c, 1)[:200, :300])
 
 
 @pytest.mark.parametrize(("value", "source"), [(1e5, "float16"), (3.4e38, "bfloat16")])
@@ -488,8 +566,8 @@ def test_plain_formats(dtype: str) -> None:
         ],
         ({"dtype": E4M3, "granularity": "1x128", "scale_dtype": "bfloat16"}, "scale_dtype = 'bfloat16'"),
         (
-            {"dtype": E4M3, "granularity": "1x128", "scale_rule": "max/amax"},
-            "use one of amax/max, amax*(1/max)",
+            {"dtype": E4M3, "granularity": "1x128", "scale_rule": "amax*max"},
+            "use one of amax/max, amax*(1/max), max/amax",
         ),
         ({"dtype": E4M3, "granularity": "1x128", "divide": True}, "divide = True"),
         ({"dtype": E4M3, "granularity": "1x128", "source": E4M3}, "source = "),

@@ -43,9 +43,11 @@ def rule(fmt: Format | None, granularity: str) -> Rule | None:
     """The compile-time form of ``fmt``, or None for None. `LoweringError`: a format that the kernels do not compute."""
     if fmt is None:
         return None
-    if fmt.granularity != granularity or fmt.amax_floor < _FLOOR:
+    foreign = fmt.scale_rule == "max/amax" or fmt.scale_dtype == "ue8m0_log2" or fmt.requantize != "none"
+    if fmt.granularity != granularity or fmt.amax_floor < _FLOOR or foreign:
         raise LoweringError(
-            f"the Triton quantisers compute {granularity} with an amax floor of at least {_FLOOR}, not {fmt}",
+            f"the Triton quantisers compute {granularity} with an amax floor of at least {_FLOOR} and a scale of amax, "
+            f"once, not {fmt}",
             remedy="change the recipe's format, or compile with backend='reference'",
         )
     floor = struct.unpack("<i", struct.pack("<f", fmt.amax_floor))[0]

@@ -1,0 +1,247 @@
+"""Write a model as a Hugging Face block FP8 checkpoint, by the same quantiser that the training forward uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from precgraph.checkpoint.files import INDEX, SINGLE, Checkpoint
+from precgraph.checkpoint.fp8 import SCALE, Quantization, quantize_tiled
+from precgraph.checkpoint.selection import Selection, select
+from precgraph.errors import InputError, NonFiniteError, RecipeError, UnsupportedModelError
+from precgraph.loading import find, load_config_model, load_model
+from precgraph.recipe import Recipe
+
+RECIPE = "precgraph_recipe.toml"
+_COPIED = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*", "*.model", "LICENSE*",
+)  # fmt: skip
+_STALE_BUFFERS = ".rotary_emb.inv_freq"  # old checkpoints hold it; it is computed
+Shard = tuple[str, list[str]]
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What was written: how many tensors in FP8 and in the model's dtype, files and bytes."""
+
+    folder: Path
+    quantized: int
+    kept: int
+    shards: int
+    nbytes: int
+
+
+def export(
+    model: str | Path | PreTrainedModel, recipe: Recipe, output: str | Path, step: Step = lambda _: None
+) -> Exported:
+    """Write ``model`` (a checkpoint's directory, a .gguf, or a model in memory) to the new directory ``output``.
+
+    Weights of the layers that ``recipe`` quantises become E4M3 ``X.weight`` [N, K] and fp32 ``X.weight_scale_inv``
+    [ceil(N/r), ceil(K/c)], the bytes of the training forward; all else keeps the model's dtype. One shard of the
+    source becomes one of the result and only one is in memory. The directory appears whole or not at all.
+
+    Raises InputError (the output exists, a source that does not fit its config), NonFiniteError (naming the weight),
+    RecipeError (nothing to quantise, or blocks that this layout cannot hold), UnsupportedModelError (stacked experts).
+    """
+    final = Path(output).expanduser()
+    if final.exists():
+        raise InputError("exists already", path=str(final), remedy="name a directory that does not exist")
+    step("reading the model")
+    source = _from_model(model) if isinstance(model, PreTrainedModel) else _from_path(model, step)
+    step("asking the recipe which layers are quantised")
+    selection = select(source.model, recipe)
+    _require_served(selection)
+    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        result = _write(source, selection, recipe, temporary, step)
+        os.rename(temporary, final)
+        _flush(final.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return Exported(final, *result)
+
+
+# ------------------------------------------------------------------------------------------ source
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    model: PreTrainedModel  # on the meta device where the weights are in files
+    config: dict[str, Any]
+    shards: list[Shard]
+    read: Callable[[str], Tensor]
+    extras: Callable[[Path], None]
+
+
+def _from_path(model: str | Path, step: Step) -> _Source:
+    found = find(model)
+    if found.gguf:
+        step("dequantising the GGUF")
+        return _from_model(load_model(model), gguf=found.config)
+    if not found.weights or not Path(found.weights).is_dir():
+        raise InputError("has no weights here", path=str(model), remedy="pass the directory of a checkpoint")
+    checkpoint = Checkpoint(found.weights)
+    if checkpoint.config.get("quantization_config"):
+        raise UnsupportedModelError(
+            "the weights are stored quantised already", path=str(model), remedy="export the masters they were made from"
+        )
+    by_shard: dict[str, list[str]] = {shard: [] for shard in checkpoint.shards}
+    for name, entry in checkpoint.entries.items():
+        if not name.endswith(_STALE_BUFFERS):
+            by_shard[entry.shard].append(name)
+
+    def extras(folder: Path) -> None:
+        for pattern in _COPIED:
+            for path in checkpoint.folder.glob(pattern):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+
+    return _Source(load_config_model(model), checkpoint.config, list(by_shard.items()), checkpoint.read, extras)
+
+
+def _from_model(model: PreTrainedModel, gguf: Path | None = None) -> _Source:
+    state = model.state_dict()
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    # A compiled model's class is made at run time; what loads the checkpoint is the class that it was made from.
+    config["architectures"] = [
+        next(c for c in type(model).__mro__ if c.__module__.startswith("transformers.")).__name__
+    ]
+
+    def extras(folder: Path) -> None:
+        if model.can_generate() and model.generation_config is not None:
+            model.generation_config.save_pretrained(folder)
+        if gguf is not None:
+            from transformers import AutoTokenizer
+
+            AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+
+    names = [name for name in state if name not in tied]
+    return _Source(model, config, [(SINGLE, names)], lambda name: state[name].detach().cpu(), extras)
+
+
+def _require_served(selection: Selection) -> None:
+    if selection.format.dtype != "float8_e4m3fn":
+        raise RecipeError(f"weights in {selection.format} have no such layout", remedy="quantise weights to e4m3")
+    for name, shape in selection.shapes.items():
+        if len(shape) > 2 and name in selection.dtypes:
+            raise UnsupportedModelError(
+                f"a parameter of {len(shape)} dimensions (stacked experts) cannot be exported yet", path=name,
+                remedy="export a dense model",
+            )  # fmt: skip
+    modules = {name.removesuffix(".weight") for name in selection.quantized}
+    for kept in selection.kept:
+        for module in sorted(modules):
+            # transformers takes each entry for a regular expression that need only match the start, or for the end.
+            if re.match(re.escape(kept), module) or module.endswith(kept):
+                raise RecipeError(
+                    f"{kept!r} is left out and {module!r} is not, and transformers' matching of skip lists cannot tell "
+                    "them apart",
+                    path=module, remedy=f"add {module!r} to select.skip too",
+                )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------- write
+
+
+def _write(
+    source: _Source, selection: Selection, recipe: Recipe, folder: Path, step: Step
+) -> tuple[int, int, int, int]:
+    missing = selection.shapes.keys() - selection.tied.keys()
+    table: dict[str, str] = {}
+    quantized = kept = nbytes = 0
+    for i, (shard, names) in enumerate(source.shards):
+        step(f"quantising {shard}, file {i + 1} of {len(source.shards)}")
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in _checked(source, names, selection):
+            missing -= {name}
+            if name in selection.quantized:
+                tensors[name], tensors[name + SCALE] = _quantized(name, tensor, selection)
+                quantized += 1
+            else:
+                tensors[name] = _kept(name, tensor, selection.dtypes[name])
+                kept += 1
+        save_file(tensors, folder / shard, metadata={"format": "pt"})
+        _flush(folder / shard)
+        nbytes += sum(t.nbytes for t in tensors.values())
+        table |= dict.fromkeys(tensors, shard)
+    if missing:
+        raise InputError(
+            f"the source lacks {sorted(missing)[0]!r}, one of {len(missing)} tensors", remedy="restore the checkpoint"
+        )
+    if len(source.shards) > 1:
+        _json(folder / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(table.items()))})
+    config = {k: v for k, v in source.config.items() if k not in ("torch_dtype", "dtype")}
+    skip = tuple(sorted(selection.kept))
+    quantization = Quantization(selection.format.block, skip).to_dict()
+    _json(folder / "config.json", {**config, "dtype": "bfloat16", "quantization_config": quantization})
+    source.extras(folder)
+    recipe.save(folder / RECIPE)
+    return quantized, kept, len(source.shards), nbytes
+
+
+def _checked(source: _Source, names: Iterable[str], selection: Selection) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor of what is written, compared with the model that the config describes."""
+    for name in names:
+        if name in selection.tied:
+            if not torch.equal(source.read(name), source.read(selection.tied[name])):
+                raise InputError(
+                    f"is tied to {selection.tied[name]!r} by the config, and differs from it in the file", path=name,
+                    remedy="set tie_word_embeddings as the model was trained",
+                )  # fmt: skip
+            continue
+        if name not in selection.shapes:
+            raise UnsupportedModelError(
+                "the model has no parameter of this name (it may store experts otherwise)", path=name,
+                remedy="load the model and export it from memory",
+            )  # fmt: skip
+        tensor = source.read(name)
+        if tuple(tensor.shape) != selection.shapes[name]:
+            raise InputError(
+                f"has shape {list(tensor.shape)}, and the config says {list(selection.shapes[name])}", path=name,
+                remedy="restore the checkpoint, or correct its config",
+            )  # fmt: skip
+        yield name, tensor
+
+
+def _quantized(name: str, tensor: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
+    try:
+        return quantize_tiled(tensor, selection.format)
+    except NonFiniteError as error:
+        raise NonFiniteError(error.message, path=name, remedy="restore the weight from a checkpoint") from error
+
+
+def _kept(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    out = tensor.to(dtype).contiguous()
+    if out.is_floating_point() and not torch.isfinite(out).all():
+        raise NonFiniteError("the weight holds NaN or infinity", path=name, remedy="restore it from a checkpoint")
+    return out
+
+
+def _json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    _flush(path)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,152 @@
+"""A directory of safetensors, opened lazily: names, dtypes and shapes first, one tensor at a time after that.
+
+Nothing in a checkpoint is executed: pickled weights are refused, and what an index says is compared with the files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from precgraph.errors import InputError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored tensor: its file, dtype (safetensors' name, such as ``F8_E4M3``) and shape."""
+
+    shard: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The config and safetensors of a directory. ``entries`` are its tensors by name, ``shards`` its files in order.
+
+    Tensors are mapped, not read, so what is resident is what a caller looks at. InputError for a directory without
+    safetensors, pickled weights, a file that is cut off, and an index that does not fit its files.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder).expanduser()
+        self.config = _config(self.folder)
+        self.shards = _shards(self.folder)
+        self._open = {shard: _opened(self.folder / shard) for shard in self.shards}
+        self.entries: dict[str, Entry] = {}
+        for shard, file in self._open.items():
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                if name in self.entries:
+                    raise InputError(
+                        f"{name!r} is in {self.entries[name].shard} and in {shard}",
+                        path=str(self.folder), remedy="remove the file that does not belong here",
+                    )  # fmt: skip
+                part = file.get_slice(name)
+                self.entries[name] = Entry(shard, str(part.get_dtype()), tuple(part.get_shape()))
+        _require_index(self.folder, self.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def __iter__(self) -> Iterator[str]:
+        """Names, file by file."""
+        return iter(self.entries)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of that name, mapped from its file."""
+        try:
+            tensor: Tensor = self._open[self.entries[name].shard].get_tensor(name)
+        except KeyError:
+            raise InputError(f"there is no tensor {name!r}", path=str(self.folder)) from None
+        except SafetensorError as error:
+            raise InputError(f"{name!r} cannot be read: {error}", path=str(self.folder)) from error
+        return tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its files."""
+        return sum((self.folder / shard).stat().st_size for shard in self.shards)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON table; InputError if it is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
+    except ValueError as error:  # malformed JSON or text
+        raise InputError(f"is not valid JSON: {error}", path=str(path), remedy="restore the file") from None
+    if not isinstance(data, dict):
+        raise InputError("holds no table", path=str(path), remedy="restore the file")
+    return data
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise InputError("no such directory", path=str(folder), remedy="pass a checkpoint's directory")
+    if not (folder / "config.json").is_file():
+        raise InputError("holds no config.json", path=str(folder), remedy="pass a checkpoint's directory")
+    return read_json(folder / "config.json")
+
+
+def _shards(folder: Path) -> list[str]:
+    if (folder / INDEX).is_file():
+        shards = sorted(set(_weight_map(folder).values()))
+        for shard in shards:
+            if not (folder / shard).is_file():
+                raise InputError(f"the index names {shard}, which is not there", path=str(folder), remedy="copy it too")
+        return shards
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if SINGLE in found or len(found) == 1:
+        return [SINGLE if SINGLE in found else found[0]]
+    if found:
+        raise InputError(
+            f"holds {len(found)} safetensors and no {INDEX}", path=str(folder), remedy="copy the index too"
+        )
+    pickled = any(True for pattern in _PICKLES for _ in folder.glob(pattern))
+    raise InputError(
+        "holds pickled weights, which are never read" if pickled else "holds no *.safetensors",
+        path=str(folder), remedy="save the model with save_pretrained, which writes safetensors",
+    )  # fmt: skip
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    table = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise InputError("has no weight_map", path=str(folder / INDEX), remedy="restore the file")
+    for name, shard in table.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise InputError(
+                f"says that {name!r} is in {shard!r}, which is not a safetensors file of this directory",
+                path=str(folder / INDEX), remedy="restore the file",
+            )  # fmt: skip
+    return table
+
+
+def _require_index(folder: Path, entries: dict[str, Entry]) -> None:
+    if not (folder / INDEX).is_file():
+        return
+    table = _weight_map(folder)
+    for name in sorted(table.keys() | entries.keys()):
+        said, found = table.get(name), entries[name].shard if name in entries else None
+        if said != found:
+            raise InputError(
+                f"{name!r} is in {found or 'no file'}, and the index says {said or 'nothing'}",
+                path=str(folder / INDEX), remedy="restore the index, or the file",
+            )  # fmt: skip
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"is not a whole safetensors file: {error}", path=str(path), remedy="copy it again") from error

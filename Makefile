@@ -45,7 +45,7 @@ test: lint ## everything that CI runs: lint, types and the tests
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP) ## the tests in real vLLM on the CPU, in an environment of their own
-	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest tests/vllm $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/vllm $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## ruff and mypy, changing nothing

@@ -53,7 +53,7 @@ def start() -> Iterator[Callable[..., Any]]:
 
     yield make
     for llm in started:
-        llm.engine.llm_engine.engine_core.shutdown()
+        llm.shutdown()
     started.clear()
     gc.collect()
 

@@ -19,6 +19,7 @@ from precgraph import Recipe
 from precgraph.errors import DigestError, InputError, RecipeError, UnsupportedModelError
 from precgraph.runtime.vllm import ARCHITECTURE, register
 from precgraph.runtime.vllm.versions import SYMBOLS, Symbol, key_value_views, misfits, require_version
+from tests.vllm.conftest import TINY_ENGINE
 
 ARCHITECTURES = {"architectures": [ARCHITECTURE]}
 
@@ -182,8 +183,20 @@ def test_an_unknown_family(checkpoint: Callable[..., Any], start: Callable[..., 
 
 @pytest.mark.vllm
 def test_another_digest_stops_the_engine(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
-    with pytest.raises(DigestError, match="the trainer runs 123456789abc"):
+    with pytest.raises(DigestError, match="the engine runs program .*, the trainer 123456789abc"):
         start(checkpoint("qwen3")[1], digest="123456789abcdef")
+
+
+@pytest.mark.vllm
+def test_another_digest_stops_the_plain_way_too(checkpoint: Callable[..., Any]) -> None:
+    """``vllm serve --additional-config``: the worker compares."""
+    import vllm
+
+    overrides = {**ARCHITECTURES, "precgraph": "jet_rl"}
+    options = {"precgraph": {"digest": "123456789abcdef"}}
+    arguments = {**TINY_ENGINE, "dtype": "bfloat16", "hf_overrides": overrides, "additional_config": options}
+    with pytest.raises(DigestError, match="the trainer runs 123456789abc"):
+        vllm.LLM(model=checkpoint("qwen3")[1], **arguments)
 
 
 @pytest.mark.vllm

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -87,13 +90,16 @@ class LLM:
             self.engine = self._start(str(model), engine_args)
         states = self._call("precgraph_state")
         self.digest: str = states[0]["digest"]
-        self._require_digest([s["digest"] for s in states], self._digest or self.digest)
+        try:
+            self._require_digest([s["digest"] for s in states], self._digest or self.digest)
+        except DigestError:
+            self.shutdown()
+            raise
         self._served: int = states[0]["version"]
 
     def _start(self, model: str, engine_args: dict[str, Any]) -> Any:
         import vllm
 
-        own: dict[str, Any] = {} if self._digest is None else {"digest": self._digest}
         arguments: dict[str, Any] = {
             "dtype": "bfloat16",
             **engine_args,
@@ -101,7 +107,6 @@ class LLM:
                 **engine_args.get("hf_overrides", {}),
                 "architectures": [ARCHITECTURE], "precgraph": self.recipe.to_dict(),
             },
-            "additional_config": {**engine_args.get("additional_config", {}), "precgraph": own},
         }  # fmt: skip
         if self._actor is not None:
             from precgraph.runtime.vllm.shared import LOAD_FORMAT, offer
@@ -230,7 +235,8 @@ class LLM:
                 self._call(method, argument)
             checksums = self._call("precgraph_finish")
         except PrecGraphError:
-            self._call("precgraph_abort")
+            if self._broken is None:
+                self._call("precgraph_abort")
             raise
         if set(checksums) != {manifest.checksum}:
             raise SyncError("the engine reports other weights than were sent", remedy="sync again")
@@ -263,13 +269,21 @@ class LLM:
         self.engine.wake_up()
         self._reset_prefix_cache()
 
+    def shutdown(self) -> None:
+        """End the engine and its processes."""
+        self._broken = "the engine was shut down"
+        self.engine.llm_engine.engine_core.shutdown()
+
     # -------------------------------------------------------------------------------- helpers
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of every worker; its typed errors are raised here."""
         from precgraph.runtime.vllm.worker import value_of
 
+        core = self.engine.llm_engine.engine_core
         try:
-            answers = self.engine.collective_rpc(method, args=args)
+            answers = _watched(
+                partial(self.engine.collective_rpc, method, args=args), getattr(core, "ensure_alive", None)
+            )
         except PrecGraphError:
             raise
         except Exception as error:
@@ -284,6 +298,27 @@ class LLM:
                     f"the engine runs program {digest[:12]}, the trainer {wanted[:12]}",
                     remedy="use one recipe, one precgraph and one torch on both sides; precgraph digest prints it",
                 )
+
+
+def _watched(call: Callable[[], Any], ensure_alive: Callable[[], None] | None) -> Any:
+    """``call()``, unless the engine's processes die: vLLM waits for ever for an answer that was under way.
+
+    ``ensure_alive`` raises once they have; an engine in this process has none.
+    """
+    if ensure_alive is None:
+        return call()
+    answer: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=run, daemon=True).start()  # a daemon: after a death it never ends
+    while not wait([answer], timeout=1.0).done:
+        ensure_alive()
+    return answer.result()
 
 
 def _request(params: Any, record: str) -> Any:

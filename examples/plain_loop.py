@@ -1,8 +1,8 @@
 """A GRPO loop of one's own, with nothing but precgraph and torch: compile, generate, token_logprobs, sync.
 
-By default a tiny random model learns to answer with even digits, in half a minute on a CPU; pass a model directory and a
-reward of your own to :func:`train` for something useful. The rollout's log-probabilities equal the trainer's bit for bit,
-which the loop asserts, so there is nothing to correct for.
+By default a tiny random model learns to answer with even digits, in half a minute on a CPU; pass a model directory and
+a reward of your own to :func:`train` for something useful. The rollout's log-probabilities equal the trainer's bit for
+bit, which the loop asserts, so there is nothing to correct for.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ def padded(samples: Sequence[Completion]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], reward: Reward, *, steps: int, samples: int = 8, lr: float = 1e-6,
-    max_tokens: int = 16, stop_token_ids: Sequence[int] = (), temperature: float = 1.0, clip: float = 1.0, seed: int = 0,
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], reward: Reward, *, steps: int, samples: int = 8,
+    lr: float = 1e-6, max_tokens: int = 16, stop_token_ids: Sequence[int] = (), temperature: float = 1.0,
+    clip: float = 1.0, seed: int = 0,
 ) -> list[tuple[float, float]]:  # fmt: skip
     """Train ``model`` in place by GRPO; returns (mean reward, max |Δ log-prob|) of each step."""
     actor = precgraph.compile(model, mode="train")

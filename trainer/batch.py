@@ -1,7 +1,7 @@
 """From samples to packed micro-batches, whose numerics do not depend on how many there are.
 
-Sequences fill *cells* in order; each cell is padded to a multiple of 128 tokens by a sequence of its own, so that WGrad's
-groups of 128 tokens begin anew with every cell. A micro-batch is some whole number of cells.
+Sequences fill *cells* in order; each cell is padded to a multiple of 128 tokens by a sequence of its own, so that
+WGrad's groups of 128 tokens begin anew with every cell. A micro-batch is some whole number of cells.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ MIN_CELL = 1024
 class Sample:
     """One response as it was sampled; ids and log-probabilities come from the engine and are never made from text.
 
-    ``serial`` names the sample in the run, ``group`` its prompt's occurrence: both travel with it. ``logprobs`` are over
-    the full vocabulary after temperature, NaN where the engine gave none; ``fingerprint`` is of prompt and response.
+    ``serial`` names the sample in the run, ``group`` its prompt's occurrence: both travel with it. ``logprobs`` are
+    over the full vocabulary after temperature, NaN where the engine gave none; ``fingerprint`` is of prompt and
+    response.
     """
 
     serial: str
@@ -58,7 +59,8 @@ class MicroBatch:
     """Packed tokens and where the responses are in them.
 
     ``ids [1, T]``, ``bounds`` cumulative starts ``[sequences + 1]``; per response token ``rows`` (the position that
-    predicts it), ``sequence`` (index into the step's samples) and ``place`` (its position in the response), all ``[n]``.
+    predicts it), ``sequence`` (index into the step's samples) and ``place`` (its position in the response), all
+    ``[n]``.
     """
 
     ids: Tensor

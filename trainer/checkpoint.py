@@ -1,8 +1,8 @@
 """Checkpoints: everything that a run needs to go on bit for bit, written whole or not at all.
 
 A checkpoint is a directory ``checkpoints/step-NNNNNN`` with safetensors for tensors (weights, optimiser, random states)
-and JSON for the rest. It is written beside its final place, flushed to disk and renamed: a save that is killed, or meets a
-full disk, leaves the last good one as it was. Nothing is pickled.
+and JSON for the rest. It is written beside its final place, flushed to disk and renamed: a save that is killed, or
+meets a full disk, leaves the last good one as it was. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _FILES = tuple(f"{name}.safetensors" for name in _TENSORS)
 
 @dataclass
 class State:
-    """A run between two steps. ``step`` counts the steps that are done; ``position`` is the data stream's; ``weights_version``
-    the store's; ``trends`` what the alarms remember."""
+    """A run between two steps. ``step`` counts the steps that are done; ``position`` is the data stream's;
+    ``weights_version`` the store's; ``trends`` what the alarms remember."""
 
     step: int
     position: int
@@ -43,7 +43,8 @@ class State:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Torch's random states, CPU and current CUDA device. (Requests' seeds and data order follow from the configuration.)"""
+    """Torch's random states, CPU and current CUDA device. (Requests' seeds and data order follow from the
+    configuration.)"""
     out = {"cpu": torch.get_rng_state().clone()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         out["cuda"] = torch.cuda.get_rng_state().clone()

@@ -71,7 +71,8 @@ class TaskTable:
 
 @dataclass(frozen=True, slots=True)
 class EvalTable:
-    """Held-out items (``data`` empty: the task's own, drawn with another seed), sampled at ``temperature`` (0: greedy)."""
+    """Held-out items (``data`` empty: the task's own, drawn with another seed), sampled at ``temperature`` (0:
+    greedy)."""
 
     data: str = ""
     items: int = 64
@@ -106,14 +107,14 @@ class AlgorithmTable:
 
     ``advantages``: ``group_norm`` ((r − mean) / (std + 1e-4), GRPO) or ``centred`` (r − mean, Dr. GRPO).
     ``aggregation``: ``token`` (mean over all tokens, DAPO), ``sequence`` (mean of sequence means, GRPO) or ``constant``
-    (sum over sequence count × max_tokens, Dr. GRPO). ``clip_low``, ``clip_high``: the ratio stays in 1 − low .. 1 + high.
-    ``epochs`` passes over a rollout, each in ``batches`` optimiser steps. ``kl``: coefficient of the k3 estimate against
-    the model as it was at the start, 0 for none. ``zero_spread``: ``keep`` groups of equal rewards (they still feel the
-    KL term) or ``drop`` them. ``overlong``: truncated responses are kept (``keep``), left out of the loss (``mask``) or
-    lose up to ``overlong_penalty`` of reward over the last ``overlong_buffer`` tokens (``penalty``, DAPO).
-    ``correction`` of the difference between rollout and trainer: ``none``, ``token_truncated`` (min(ratio, cap)) or
-    ``sequence_masked`` (the whole sequence's ratio, 0 above the cap). ``old_logprobs``, when a rollout serves more than
-    one optimiser step: scored anew by the ``trainer``, or taken from the ``rollout``."""
+    (sum over sequence count × max_tokens, Dr. GRPO). ``clip_low``, ``clip_high``: the ratio stays in 1 − low .. 1 +
+    high. ``epochs`` passes over a rollout, each in ``batches`` optimiser steps. ``kl``: coefficient of the k3 estimate
+    against the model as it was at the start, 0 for none. ``zero_spread``: ``keep`` groups of equal rewards (they still
+    feel the KL term) or ``drop`` them. ``overlong``: truncated responses are kept (``keep``), left out of the loss
+    (``mask``) or lose up to ``overlong_penalty`` of reward over the last ``overlong_buffer`` tokens (``penalty``,
+    DAPO). ``correction`` of the difference between rollout and trainer: ``none``, ``token_truncated`` (min(ratio, cap))
+    or ``sequence_masked`` (the whole sequence's ratio, 0 above the cap). ``old_logprobs``, when a rollout serves more
+    than one optimiser step: scored anew by the ``trainer``, or taken from the ``rollout``."""
 
     advantages: str = "group_norm"
     aggregation: str = "token"
@@ -133,9 +134,9 @@ class AlgorithmTable:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionTable:
-    """``arm`` decides what trains and what rolls out; ``recipe`` (a preset or a file) is the FP8 recipe of the arms that
-    use one. ``allow_mismatch`` lets a pair run that the check refuses; ``mixed``, ``unified`` and ``bf16`` are such pairs
-    by intent and set it. ``rollout_backend`` is the backend of ``unified``'s rollout."""
+    """``arm`` decides what trains and what rolls out; ``recipe`` (a preset or a file) is the FP8 recipe of the arms
+    that use one. ``allow_mismatch`` lets a pair run that the check refuses; ``mixed``, ``unified`` and ``bf16`` are
+    such pairs by intent and set it. ``rollout_backend`` is the backend of ``unified``'s rollout."""
 
     arm: str = "exact"
     recipe: str = "jet_rl"
@@ -164,9 +165,9 @@ class OptimizerTable:
 
 @dataclass(frozen=True, slots=True)
 class TrainTable:
-    """Packing. Sequences fill cells of at most ``cell_tokens`` (0: as the longest sequence needs, at least 1024), padded
-    to a multiple of 128; a micro-batch is as many cells as fit ``micro_batch_tokens``. The cells alone decide the
-    numerics, so the micro-batch size changes nothing but the order of fp32 sums."""
+    """Packing. Sequences fill cells of at most ``cell_tokens`` (0: as the longest sequence needs, at least 1024),
+    padded to a multiple of 128; a micro-batch is as many cells as fit ``micro_batch_tokens``. The cells alone decide
+    the numerics, so the micro-batch size changes nothing but the order of fp32 sums."""
 
     micro_batch_tokens: int = 4096
     cell_tokens: int = 0
@@ -340,10 +341,10 @@ def _validate(c: Config) -> None:
         _at_least(c, path, 1)
     _at_least(c, "rollout.samples", 2, "a group of one has no spread, and so no advantage")
     for path in (
-        "run.seed", "run.save_every", "run.keep", "run.eval_every", "model.layers", "rollout.top_k", "rollout.cache_blocks",
-        "algorithm.kl", "algorithm.clip_low", "algorithm.clip_high", "algorithm.overlong_buffer", "optimizer.lr",
-        "algorithm.overlong_penalty", "optimizer.weight_decay", "optimizer.clip", "optimizer.warmup", "eval.temperature",
-        "metrics.threshold", "metrics.samples", "train.cell_tokens",
+        "run.seed", "run.save_every", "run.keep", "run.eval_every", "model.layers", "rollout.top_k",
+        "rollout.cache_blocks", "algorithm.kl", "algorithm.clip_low", "algorithm.clip_high", "optimizer.lr",
+        "algorithm.overlong_buffer", "algorithm.overlong_penalty", "optimizer.weight_decay", "optimizer.clip",
+        "optimizer.warmup", "eval.temperature", "metrics.threshold", "metrics.samples", "train.cell_tokens",
     ):  # fmt: skip
         _at_least(c, path, 0)
     _require(

@@ -33,8 +33,8 @@ from trainer.update import Result, Updater
 
 
 class Trainer:
-    """A run. ``model`` (a Hugging Face causal language model, bf16), ``tokenizer``, ``task`` and ``rollout`` are what the
-    configuration names unless they are given; a ``rollout`` must serve the weights of ``model``.
+    """A run. ``model`` (a Hugging Face causal language model, bf16), ``tokenizer``, ``task`` and ``rollout`` are what
+    the configuration names unless they are given; a ``rollout`` must serve the weights of ``model``.
 
     Construction loads, compiles and checks everything (InconsistentError, ConfigError, TaskError) and writes nothing.
     """
@@ -174,7 +174,8 @@ class Trainer:
     # ------------------------------------------------------------------------------------ evaluate
     @torch.no_grad()
     def evaluate(self) -> Record:
-        """Held-out items: ``eval/pass_rate``, ``eval/reward``, ``eval/length``. Draws nothing from the run's streams."""
+        """Held-out items: ``eval/pass_rate``, ``eval/reward``, ``eval/length``. Draws nothing from the run's
+        streams."""
         table = self.config.eval
         if not hasattr(self, "_held_out"):
             self._held_out = load_task(self.config.task, data=table.data, seed=table.seed, size=table.items)
@@ -280,8 +281,8 @@ def _line(record: Record) -> str:
     """A step in one line of the terminal."""
     off = record["mismatch/max"]
     return (
-        f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  pass {record['reward/pass_rate']:.2f}  "
-        f"len {record['response/length']:.0f}  cut {record['response/truncated']:.2f}  ent {record['entropy/mean']:.3f}  "
+        f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  pass {record['reward/pass_rate']:.2f}  len "
+        f"{record['response/length']:.0f}  cut {record['response/truncated']:.2f}  ent {record['entropy/mean']:.3f}  "
         f"max|Δ| {f'{off:.1e}' if off else '0.0'}  {record['time/step']:.1f} s"
         + (f"  eval {record['eval/pass_rate']:.2f}" if "eval/pass_rate" in record else "")
     )

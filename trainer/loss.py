@@ -1,8 +1,8 @@
 """The formulas of GRPO, on flat tensors: one entry per response token, sequences back to back.
 
-No function looks at token values: masks come from lengths. Weights are made once per optimiser step from counts over the
-whole batch, so that the loss is a plain weighted sum and its split into micro-batches does not matter. Excluded entries
-are replaced (``torch.where``), never multiplied by zero: 0 × infinity would be NaN.
+No function looks at token values: masks come from lengths. Weights are made once per optimiser step from counts over
+the whole batch, so that the loss is a plain weighted sum and its split into micro-batches does not matter. Excluded
+entries are replaced (``torch.where``), never multiplied by zero: 0 × infinity would be NaN.
 """
 
 from __future__ import annotations

@@ -220,8 +220,9 @@ class Alarms:
         out = []
         if self.exact and record.get("mismatch/tokens_different"):
             out.append(
-                f"{record['mismatch/tokens_different']} tokens differ between two programs of one digest, first at position "
-                f"{record['mismatch/first_position']} of a response, worst in sample {record['mismatch/worst_sequence']}"
+                f"{record['mismatch/tokens_different']} tokens differ between two programs of one digest, first at "
+                f"position {record['mismatch/first_position']} of a response, worst in sample "
+                f"{record['mismatch/worst_sequence']}"
             )
         for name, trend in self.trends.items():
             if trend.add(float(record.get(name) or 0.0)):
@@ -263,8 +264,8 @@ def read_records(directory: Path) -> list[Record]:
 
 
 class Recorder:
-    """``metrics.jsonl`` of a run, and TensorBoard and W&B beside it. ``step`` is the first step that is to come: records
-    from there on, of a run that went further than its checkpoint, are dropped."""
+    """``metrics.jsonl`` of a run, and TensorBoard and W&B beside it. ``step`` is the first step that is to come:
+    records from there on, of a run that went further than its checkpoint, are dropped."""
 
     def __init__(self, directory: Path, table: MetricsTable, step: int, config: Mapping[str, Any]) -> None:
         self.path = directory / "metrics.jsonl"

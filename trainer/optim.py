@@ -25,8 +25,9 @@ class MasterOptimizer:
     """AdamW for named parameters, with fp32 gradient sums, clipping and warm-up.
 
     ``masters="fp32"``: the optimiser owns an fp32 copy of every parameter; after each step the parameter is its bf16
-    rounding (to nearest). ``masters="bf16"``: the parameter is the master, rounded stochastically, at no extra memory. ``states="8bit"`` quantises both moments (torchao). Gradients are taken from ``.grad`` as soon as
-    autograd has made them and ``.grad`` is freed.
+    rounding (to nearest). ``masters="bf16"``: the parameter is the master, rounded stochastically, at no extra memory.
+    ``states="8bit"`` quantises both moments (torchao). Gradients are taken from ``.grad`` as soon as autograd has made
+    them and ``.grad`` is freed.
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], table: OptimizerTable) -> None:
@@ -198,8 +199,8 @@ class StochasticAdamW(torch.optim.Optimizer):
                     state.update(_zero_state(p))
                 wide = p.float()
                 adamw(
-                    [wide], [p.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]], foreach=False,
-                    amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                    [wide], [p.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+                    foreach=False, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
                     weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
                 )  # fmt: skip
                 p.copy_(stochastic_bf16(wide))

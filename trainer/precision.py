@@ -65,7 +65,8 @@ def stock_rules(recipe: Recipe) -> Recipe:
 
 
 def build_pair(model: Any, config: Config) -> Pair:
-    """Compile both programs of the configured arm from ``model`` (a Hugging Face causal language model), and check them.
+    """Compile both programs of the configured arm from ``model`` (a Hugging Face causal language model), and check
+    them.
 
     InconsistentError, with the report, if the rollout is not inside the training forward and that is not allowed.
     """
@@ -83,7 +84,7 @@ def build_pair(model: Any, config: Config) -> Pair:
     if not pair.exact and not config.allow_mismatch:
         raise InconsistentError(
             f"the rollout is not inside the training forward:\n{report}\n",
-            path=f"precision.arm = {table.arm!r}", remedy="make them consistent, or set precision.allow_mismatch = true",
+            path=f"precision.arm = {table.arm!r}", remedy="correct it, or set precision.allow_mismatch = true",
         )  # fmt: skip
     return pair
 

@@ -209,7 +209,8 @@ def seed_of(*parts: int) -> int:
 def as_sample(
     completion: Completion, prompt: Sequence[int], item: str, group: int, serial: str, version: int
 ) -> Sample:
-    """A checked sample. AlignmentError for another prompt's completion or other weights; RolloutError for bad lengths."""
+    """A checked sample. AlignmentError for another prompt's completion or other weights; RolloutError for bad
+    lengths."""
     tokens = tuple(completion.token_ids)
     if list(completion.prompt_token_ids) != list(prompt):
         raise AlignmentError(f"sample {serial}: the engine answered another prompt than the one it was given")

@@ -1,8 +1,8 @@
 """Scoring a step's samples and updating the actor with them.
 
 Per-token values of a step are flat tensors ``[n]`` in the order of the samples; micro-batches read and write them by
-index. With one optimiser step a rollout, the training forward itself gives the trainer's log-probabilities at the weights
-that sampled: nothing is scored twice, and the ratio is exactly 1.
+index. With one optimiser step a rollout, the training forward itself gives the trainer's log-probabilities at the
+weights that sampled: nothing is scored twice, and the ratio is exactly 1.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tiny.tokenizer().save_pretrained(tmp_path / "policy")
     settings = tiny.settings(
         tmp_path / "run", run={"steps": 2}, model={"path": str(tmp_path / "policy"), "device": "cpu"},
-        task={"data": "python:cli_task:items", "reward": "cli_task:reward", "size": 8}, rollout={"groups": 2, "max_tokens": 8},
+        task={"data": "python:cli_task:items", "reward": "cli_task:reward", "size": 8},
+        rollout={"groups": 2, "max_tokens": 8},
     )  # fmt: skip
     settings.save(tmp_path / "c.toml")
     return tmp_path / "c.toml"

@@ -142,7 +142,10 @@ def test_a_reward_that_raises_names_the_item() -> None:
 
 # ---------------------------------------------------------------------------------------- prompts
 
-TEMPLATE = "{{ 'B' }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}.{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+TEMPLATE = (
+    "{{ 'B' }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}.{% endfor %}"
+    "{% if add_generation_prompt %}A{% endif %}"
+)
 
 
 def test_prompts_by_template_and_plain() -> None:

@@ -69,6 +69,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """``bf16(x * rsqrt(mean(x²) + eps) * (offset + weight))``, rounded once: OLMo 2 (offset 0), Gemma (1)."""
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    scaled = normed * (offset + weight.float()) if offset else weight * normed
+    return scaled.to(x.dtype)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)``, every step rounded to x's dtype (Gemma's logits)."""
+    return torch.tanh(x / cap) * cap
+
+
 def rope_table(position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin ``[1, T, D]`` of ``position · inv_freq`` in fp32, times ``scaling``, rounded to ``dtype``."""
     freqs = position_ids[:, :, None].float() * inv_freq.float()
@@ -77,10 +90,13 @@ def rope_table(position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: to
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate ``x [1, T, H, D]`` by halves; every product and the sum are rounded to the dtype of the operands."""
+    """Rotate ``x [1, T, H, D]`` by halves; every product and the sum are rounded to the dtype of the operands.
+
+    With fp32 tables (OLMo 2) that is fp32, and the sum is rounded once to x's dtype.
+    """
     half = x.shape[-1] // 2
     rotated = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    return (x * cos.unsqueeze(2)) + (rotated * sin.unsqueeze(2))
+    return ((x * cos.unsqueeze(2)) + (rotated * sin.unsqueeze(2))).to(x.dtype)
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
@@ -171,6 +187,19 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tupl
     return dx, dweight
 
 
+def wide_rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``(dx, dweight)`` of :func:`wide_rms_norm`."""
+    dx, dweight = _autograd(wide_rms_norm, (dy,), x, weight, eps, offset)
+    return dx, dweight
+
+
+def softcap_backward(dy: Tensor, x: Tensor, cap: float) -> Tensor:
+    """``dx`` of :func:`softcap`."""
+    return _autograd(softcap, (dy,), x, cap)[0]
+
+
 def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``dx`` of :func:`rope`, with autograd's rounding points."""
     return _autograd(rope, (dy,), dy, cos, sin)[0]
@@ -226,12 +255,11 @@ def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> tu
 
 
 FORWARD_OPS: tuple[Callable[..., Any], ...] = (
-    embedding, linear, lm_head, rms_norm, rope_table, rope, split_heads, merge_heads, attention, activate, gated, add,
-    quantize, cast,
+    embedding, linear, lm_head, rms_norm, wide_rms_norm, softcap, rope_table, rope, split_heads, merge_heads, attention,
+    activate, gated, add, quantize, cast,
 )  # fmt: skip
 BACKWARD_OPS: tuple[Callable[..., Any], ...] = (
-    linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, rope_backward,
-    activate_backward, gated_backward,
-    attention_backward, vjp, accumulate_grad,
+    linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, wide_rms_norm_backward,
+    softcap_backward, rope_backward, activate_backward, gated_backward, attention_backward, vjp, accumulate_grad,
 )  # fmt: skip
 OPS: dict[str, Callable[..., Any]] = {f.__name__: f for f in FORWARD_OPS + BACKWARD_OPS}

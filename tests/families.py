@@ -12,10 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -54,6 +62,26 @@ _FAMILIES: dict[str, tuple[type, Any, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 CAUSAL_LMS = tuple(_FAMILIES)
+_MORE: dict[str, tuple[type, Any, dict[str, Any]]] = {
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {
+        "hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {
+        "hidden_size": 128, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 2,
+    }),
+    # Layers alternate between a window and none; a scale of attention that is not the head's width.
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {
+        "hidden_size": 144, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 40,
+    }),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, {
+        "hidden_size": 144, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 40,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }),
+}  # fmt: skip
+MORE_LMS = tuple(_MORE)  # in tests/test_more_families.py, which asks less of each than the shared tests
+_FAMILIES.update(_MORE)
 
 
 def config(name: str, **changes: Any) -> Any:
@@ -63,7 +91,7 @@ def config(name: str, **changes: Any) -> Any:
 
 
 def causal_lm(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A tiny bf16 causal language model with random weights: one of ``CAUSAL_LMS``."""
+    """A tiny bf16 causal language model with random weights: of ``CAUSAL_LMS`` or ``MORE_LMS``."""
     model = _model(name, changes)
     _randomise(model, seed)
     return model

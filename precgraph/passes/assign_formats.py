@@ -49,9 +49,10 @@ def _assign(node: fx.Node, recipe: Recipe) -> None:
             _assign_linear(node, recipe)
         case "lm_head":
             _assign_head(node, recipe)
-        case "rms_norm":
+        case "rms_norm" | "wide_rms_norm" as norm:
             annotate(node, compute=recipe.norm.compute)
-            _rules(node, reduction=recipe.norm.reduction, cast="before_weight")
+            cast = "before_weight" if norm == "rms_norm" else "after_weight"
+            _rules(node, reduction=recipe.norm.reduction, cast=cast)
         case "rope_table":
             dtype = node.args[3] if recipe.rope.table == "model" else getattr(torch, recipe.rope.table)
             node.args = (*node.args[:3], dtype)
@@ -59,11 +60,12 @@ def _assign(node: fx.Node, recipe: Recipe) -> None:
             for user in node.users:
                 _set_dtype(user, str(dtype).removeprefix("torch."))
         case "rope":
-            annotate(node, compute=tensor(node).dtype if recipe.rope.compute == "model" else recipe.rope.compute)
+            table = tensor(node.args[1]).dtype  # type: ignore[arg-type]  # an fp32 table makes the rotation fp32
+            annotate(node, compute=table if recipe.rope.compute == "model" else recipe.rope.compute)
         case "attention":
             annotate(node, compute=recipe.attention.softmax, accumulate="float32")
             _rules(node, probabilities=recipe.attention.probabilities)
-        case "gated" | "activate":
+        case "gated" | "activate" | "softcap":
             annotate(node, compute=recipe.activation.compute)
         case "add":
             annotate(node, compute=tensor(node).dtype)
@@ -108,8 +110,11 @@ def feeds_topk(node: fx.Node) -> bool:
 def _assign_head(node: fx.Node, recipe: Recipe) -> None:
     annotate(node, compute=recipe.lm_head.operands, accumulate="float32")
     _set_dtype(node, recipe.lm_head.logits)
-    output = next(u for u in node.users if u.op == "output")
-    output.meta.update(precision=precision(node), tensor=tensor(node))
+    (user,) = node.users
+    if is_call(user, ops.softcap):
+        _set_dtype(user, recipe.lm_head.logits)
+        node, (user,) = user, user.users
+    user.meta.update(precision=precision(node), tensor=tensor(node))
 
 
 def _rules(node: fx.Node, **rules: str) -> None:

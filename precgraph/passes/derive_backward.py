@@ -251,11 +251,19 @@ def _lm_head(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
         b.give(bias, grad)
 
 
-def _rms_norm(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
-    x, weight, eps = node.args
-    rules = tuple(r for r in precision(node).rules)
-    call = b.emit(ops.rms_norm_backward, (dy, x, weight, eps), like=node, tensor=None, rules=rules)
-    b.give_parts(call, [x, weight], like=node)
+def _norm(backward: Callable[..., Any]) -> Rule:
+    def rule(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+        call = b.emit(backward, (dy, *node.args), like=node, tensor=None, rules=precision(node).rules)
+        b.give_parts(call, list(node.args[:2]), like=node)
+
+    return rule
+
+
+def _softcap(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    x, cap = node.args
+    assert isinstance(x, fx.Node)
+    compute = precision(node).compute
+    b.give(x, b.emit(ops.softcap_backward, (dy, x, cap), like=node, tensor=tensor(x), compute=compute))
 
 
 def _rope(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
@@ -304,7 +312,9 @@ def _no_gradient(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
 
 
 RULES: dict[Any, Rule] = {
-    ops.embedding: _embedding, ops.linear: _linear, ops.lm_head: _lm_head, ops.rms_norm: _rms_norm, ops.rope: _rope,
+    ops.embedding: _embedding, ops.linear: _linear, ops.lm_head: _lm_head, ops.rope: _rope,
+    ops.rms_norm: _norm(ops.rms_norm_backward), ops.wide_rms_norm: _norm(ops.wide_rms_norm_backward),
+    ops.softcap: _softcap,
     ops.attention: _attention, ops.activate: _activate, ops.gated: _gated, ops.add: _add, ops.split_heads: _split_heads,
     ops.rope_table: _no_gradient,
 }  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from precgraph import ops
-from precgraph.graph import PrecisionGraph, TensorSpec, annotate, arguments, output_node, precision, tensor
+from precgraph.graph import PrecisionGraph, annotate, arguments, output_node, precision, tensor
 from precgraph.passes.rewrite import closed, emit, is_call
 
 aten = torch.ops.aten
@@ -106,9 +106,34 @@ def rms_norm(graph: fx.Graph, node: Any) -> fx.Node | None:
     if not is_call(node, aten.mul.Tensor):
         return None
     weight, narrow = _sort(node.args, lambda n: n.op == "get_attr")
-    if not is_call(narrow, aten.to.dtype) or not is_call(narrow.args[0], aten.mul.Tensor):
+    found = _normed(narrow.args[0]) if is_call(narrow, aten.to.dtype) else None
+    if found is None or len(tensor(weight).shape) != 1:
         return None
-    scaled = narrow.args[0]
+    x, eps, inner = found
+    if narrow.args[1] != getattr(torch, tensor(x).dtype) or not closed(node, [narrow, *inner]):
+        return None
+    return emit(graph, ops.rms_norm, (x, weight, eps), like=node)
+
+
+def wide_rms_norm(graph: fx.Graph, node: Any) -> fx.Node | None:
+    """The norm rounded after its weight: ``to(w * x̂32, x.dtype)``, or ``type_as(x̂32 * (1 + to(w, fp32)), x)``."""
+    if not is_call(node, aten.to.dtype, aten.type_as.default) or not is_call(node.args[0], aten.mul.Tensor):
+        return None
+    product = node.args[0]
+    for normed, factor in (product.args, product.args[::-1]):
+        found, scale = _normed(normed), _offset_weight(factor)
+        if found is None or scale is None:
+            continue
+        (x, eps, inner), (weight, offset, shifted) = found, scale
+        if tensor(node).dtype == tensor(x).dtype and closed(node, [product, *inner, *shifted]):
+            return emit(graph, ops.wide_rms_norm, (x, weight, eps, offset), like=node)
+    return None
+
+
+def _normed(scaled: Any) -> tuple[fx.Node, float, list[fx.Node]] | None:
+    """``x``, ``eps`` and all nodes of ``x32 * rsqrt(mean(x32²) + eps)``."""
+    if not is_call(scaled, aten.mul.Tensor):
+        return None
     rsqrt, wide = _sort(scaled.args, lambda n: is_call(n, aten.rsqrt.default))
     if rsqrt is None or not is_call(wide, aten.to.dtype) or wide.args[1] != torch.float32:
         return None
@@ -118,18 +143,66 @@ def rms_norm(graph: fx.Graph, node: Any) -> fx.Node | None:
     mean = shifted.args[0]
     if not is_call(mean, aten.mean.dim) or mean.args[1:] != ([-1], True):
         return None
-    square, x = mean.args[0], wide.args[0]
+    square = mean.args[0]
     if not is_call(square, aten.pow.Tensor_Scalar) or square.args != (wide, 2):
         return None
-    if narrow.args[1] != getattr(torch, tensor(x).dtype) or len(tensor(weight).shape) != 1:
+    return wide.args[0], shifted.args[1], [scaled, rsqrt, wide, shifted, mean, square]
+
+
+def _offset_weight(factor: Any) -> tuple[fx.Node, float, list[fx.Node]] | None:
+    """The weight, what is added to it in fp32, and the nodes in between; the weight alone has no offset."""
+    if not isinstance(factor, fx.Node):
         return None
-    if not closed(node, [narrow, scaled, rsqrt, wide, shifted, mean, square]):
+    inner: list[fx.Node] = []
+    weight: Any = factor
+    offset = 0.0
+    if is_call(factor, aten.add.Tensor) and isinstance(factor.args[1], float) and not factor.kwargs:
+        weight, offset = factor.args[0], factor.args[1]
+        if offset == 0.0 or not is_call(weight, aten.to.dtype) or weight.args[1] != torch.float32:
+            return None
+        inner, weight = [factor, weight], weight.args[0]
+    one_row = weight.op == "get_attr" and len(tensor(weight).shape) == 1
+    return (weight, offset, inner) if one_row else None
+
+
+def norm_of_transposed(graph: fx.Graph, node: Any) -> fx.Node | None:
+    """``norm(transpose(x, 1, 2)) -> transpose(norm(x), 1, 2)``: a norm of heads does not mind their order."""
+    if not is_call(node, ops.wide_rms_norm) or not is_call(node.args[0], aten.transpose.int):
         return None
-    return emit(graph, ops.rms_norm, (x, weight, shifted.args[1]), like=node)
+    turned = node.args[0]
+    if set(turned.args[1:]) != {1, 2} or len(tensor(turned).shape) != 4 or not _same_gradient(node, turned):
+        return None
+    source: Any = turned.args[0]
+    norm = emit(graph, ops.wide_rms_norm, (source, *node.args[1:]), like=node, tensor=tensor(source))
+    return emit(graph, aten.transpose.int, (norm, 1, 2), like=node)
+
+
+def softcap(graph: fx.Graph, node: Any) -> fx.Node | None:
+    """``tanh(x / cap) * cap``."""
+    if not is_call(node, aten.mul.Tensor) or not is_call(node.args[0], aten.tanh.default):
+        return None
+    tanh, cap = node.args
+    inner = tanh.args[0]
+    if not isinstance(cap, float) or not is_call(inner, aten.div.Tensor) or inner.args[1] != cap:
+        return None
+    return emit(graph, ops.softcap, (inner.args[0], cap), like=node) if closed(node, [tanh, inner]) else None
+
+
+def drop_empty(graph: fx.Graph, node: Any) -> fx.Node | None:
+    """``cat([x, nothing]) -> x``: what is left of a partial rotation that rotates all."""
+    if not is_call(node, aten.cat.default) or len(node.args[0]) != 2:
+        return None
+    kept, empty = node.args[0]
+    if tensor(empty).shape[-1] != 0 or tensor(kept) != tensor(node) or not _same_gradient(kept, node):
+        return None
+    return kept  # type: ignore[no-any-return]
 
 
 def rope_table(graph: fx.Graph, node: Any) -> fx.Node | None:
-    """``to(cos(cat(f, f)) * scaling, dtype)`` with ``f = position · inv_freq`` in fp32; sin shares one operator."""
+    """``to(cos(cat(f, f)) * scaling, dtype)`` with ``f = position · inv_freq`` in fp32; sin shares one operator.
+
+    Without the cast (OLMo 2) the table is fp32.
+    """
     found = _table_source(node)
     if found is None:
         return None
@@ -147,9 +220,14 @@ def rope_table(graph: fx.Graph, node: Any) -> fx.Node | None:
 
 
 def _table_source(node: Any) -> tuple[Any, ...] | None:
-    if not is_call(node, aten.to.dtype) or not is_call(node.args[0], aten.mul.Tensor):
+    scaled, dtype = node, torch.float32
+    if is_call(node, aten.to.dtype):
+        scaled, dtype = node.args
+    elif any(is_call(u, aten.to.dtype) for u in node.users):  # then that is the table
         return None
-    trig, scaling = node.args[0].args
+    if not is_call(scaled, aten.mul.Tensor):
+        return None
+    trig, scaling = scaled.args
     if not is_call(trig, aten.cos.default, aten.sin.default) or not isinstance(scaling, float | int):
         return None
     cat = trig.args[0]
@@ -161,7 +239,7 @@ def _table_source(node: Any) -> tuple[Any, ...] | None:
     positions, frequencies = map(_strip, factors)
     if positions.op != "placeholder" or frequencies.op != "get_attr" or tensor(frequencies).dtype != "float32":
         return None
-    return trig.target, positions, frequencies, float(scaling), node.args[1]
+    return trig.target, positions, frequencies, float(scaling), dtype
 
 
 def _product(node: Any) -> tuple[Any, Any] | None:
@@ -191,7 +269,8 @@ def rope(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``x * cos + rotate_half(x) * sin`` on ``transpose(y, 1, 2)``, transposed back: ``rope(y, cos, sin)``."""
     if not is_call(node, aten.transpose.int) or set(node.args[1:]) != {1, 2}:
         return None
-    total = node.args[0]
+    rounded = node.args[0]  # tables in fp32 make the sum fp32
+    total = rounded.args[0] if is_call(rounded, aten.to.dtype) else rounded
     if not is_call(total, aten.add.Tensor) or not all(is_call(a, aten.mul.Tensor) for a in total.args):
         return None
     straight, turned = total.args
@@ -202,7 +281,7 @@ def rope(graph: fx.Graph, node: Any) -> fx.Node | None:
         return None
     if not all(is_call(t, aten.unsqueeze.default) and t.args[1] == 1 for t in (cos, sin)):
         return None
-    if not closed(node, [total, straight, turned, rotated, *inner]):
+    if tensor(node).dtype != tensor(x).dtype or not closed(node, [rounded, total, straight, turned, rotated, *inner]):
         return None
     return emit(graph, ops.rope, (x.args[0], cos.args[0], sin.args[0]), like=node)
 
@@ -264,8 +343,8 @@ def add(graph: fx.Graph, node: Any) -> fx.Node | None:
 
 
 RULES: tuple[Rule, ...] = (
-    embedding, linear, rms_norm, rope_table, merge_heads, split_heads, rope, cancel_transposes, attention, activate,
-    gated, add,
+    embedding, linear, rms_norm, wide_rms_norm, norm_of_transposed, softcap, rope_table, merge_heads, split_heads,
+    drop_empty, rope, cancel_transposes, attention, activate, gated, add,
 )  # fmt: skip
 
 
@@ -279,11 +358,13 @@ def _sort(pair: Any, wanted: Callable[[fx.Node], bool]) -> tuple[Any, Any]:
 
 
 def _raise_head(graph: PrecisionGraph) -> None:
-    """The linear that makes a language model's output is its lm_head."""
-    node: Any = output_node(graph.graph).args[0]
+    """The linear that makes a language model's output, maybe softly capped, is its lm_head."""
+    output = output_node(graph.graph)
+    result: Any = output.args[0]
+    capped = is_call(result, ops.softcap) and len(result.args[0].users) == 1
+    node = result.args[0] if capped else result
     if is_call(node, ops.linear):
         node.target = ops.lm_head
         annotate(node, role="logits")
-        spec = tensor(node)
-        output = output_node(graph.graph)
-        output.meta.update(precision=precision(node), tensor=TensorSpec(spec.dtype, spec.shape))
+        annotate(result, role="logits")
+        output.meta.update(precision=precision(result), tensor=tensor(result))

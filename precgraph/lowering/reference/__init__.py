@@ -120,21 +120,15 @@ def _head(node: fx.Node) -> bool:
     return _exact(node) and p.compute == "bfloat16" and p.format.dtype == "float32"
 
 
-def _norm(node: fx.Node) -> bool:
-    p = precision(node)
-    return (
-        _exact(node)
-        and p.rule("reduction") == "pieces512"
-        and p.compute == "float32"
-        and p.rule("cast") == "before_weight"
-    )
+def _norm(reduction: str, serves: Serves, cast: str = "before_weight") -> Serves:
+    """A norm computed in fp32 whose sum and last rounding follow these rules."""
 
+    def holds(node: fx.Node) -> bool:
+        p = precision(node)
+        rules = (p.rule("reduction"), p.rule("cast"))
+        return serves(node) and p.compute == "float32" and rules == (reduction, cast)
 
-def _norm_aten(node: fx.Node) -> bool:
-    p = precision(node)
-    return (
-        _aten(node) and p.rule("reduction") == "aten" and p.compute == "float32" and p.rule("cast") == "before_weight"
-    )
+    return holds
 
 
 def _attention(node: fx.Node) -> bool:
@@ -143,7 +137,20 @@ def _attention(node: fx.Node) -> bool:
 
 
 def _bf16_rope(node: fx.Node) -> bool:
-    return precision(node).compute == "bfloat16" and precision(node.args[1]).format.dtype == "bfloat16"  # type: ignore[arg-type]
+    return precision(node).compute == "bfloat16" and _table(node) == "bfloat16"
+
+
+def _wide_rope(node: fx.Node) -> bool:
+    """A rotation in fp32: rounded once, but for torch's own backward of an fp32 table."""
+    return precision(node).compute == "float32" and not _wide_rope_aten(node)
+
+
+def _wide_rope_aten(node: fx.Node) -> bool:
+    return _aten(node) and precision(node).compute == "float32" and _table(node) == "float32"
+
+
+def _table(node: fx.Node) -> str:
+    return precision(node.args[1]).format.dtype  # type: ignore[arg-type]
 
 
 def _reference(op: Callable[..., Any], run: Callable[..., Any], serves: Serves, rule: str, **more: Any) -> Kernel:
@@ -190,12 +197,23 @@ register(
     _upstream(ops.linear_wgrad, _linear_aten),
     _upstream(ops.bias_grad),
     # around them
-    _reference(ops.rms_norm, elementwise.rms_norm, _norm, "pieces512"),
-    _reference(ops.rms_norm_backward, elementwise.rms_norm_backward, _norm, "pieces512", **_BACKWARD),
-    _upstream(ops.rms_norm, _norm_aten),
-    _upstream(ops.rms_norm_backward, _norm_aten),
-    _reference(ops.rope, elementwise.wide_rope, _computes("float32", _any), "fp32"),
-    _reference(ops.rope_backward, elementwise.wide_rope_backward, _computes("float32", _any), "fp32"),
+    _reference(ops.rms_norm, elementwise.rms_norm, _norm("pieces512", _exact), "pieces512"),
+    _reference(ops.rms_norm_backward, elementwise.rms_norm_backward, _norm("pieces512", _exact), "pieces512",
+               **_BACKWARD),
+    _upstream(ops.rms_norm, _norm("aten", _aten)),
+    _upstream(ops.rms_norm_backward, _norm("aten", _aten)),
+    _reference(ops.wide_rms_norm, elementwise.wide_rms_norm, _norm("pieces512", _exact, "after_weight"), "pieces512"),
+    _reference(ops.wide_rms_norm_backward, elementwise.wide_rms_norm_backward,
+               _norm("pieces512", _exact, "after_weight"), "pieces512", **_BACKWARD),
+    _upstream(ops.wide_rms_norm, _norm("aten", _aten, "after_weight")),
+    _upstream(ops.wide_rms_norm_backward, _norm("aten", _aten, "after_weight")),
+    _reference(ops.rope, elementwise.wide_rope, _wide_rope, "fp32"),
+    _reference(ops.rope_backward, elementwise.wide_rope_backward, _wide_rope, "fp32"),
+    _upstream(ops.rope, _wide_rope_aten, row_invariant=True),
+    _upstream(ops.rope_backward, _wide_rope_aten, row_invariant=True),
+    _reference(ops.softcap, elementwise.softcap, _computes("float32"), "composed"),
+    _reference(ops.softcap_backward, elementwise.softcap_backward, _computes("float32"), "composed"),
+    _upstream(ops.softcap), _upstream(ops.softcap_backward),
     _reference(ops.activate, elementwise.activate, _computes("float32"), "composed"),
     _reference(ops.activate_backward, elementwise.activate_backward, _computes("float32"), "composed"),
     _reference(ops.gated, elementwise.gated, _computes("float32"), "composed"),

@@ -35,6 +35,34 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tupl
     return (reciprocal * (g - normed * mean)).to(x.dtype), dweight.to(weight.dtype)
 
 
+def wide_rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """``bf16(x̂ * (offset + weight))``, fp32 inside."""
+    return (_normed(x, eps)[0] * (offset + weight.float())).to(x.dtype)
+
+
+def wide_rms_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``(dx, dweight)``: as :func:`rms_norm_backward`, but ``g = dy * (offset + weight)`` stays fp32."""
+    normed, reciprocal = _normed(x, eps)
+    wide = dy.float()
+    g = wide * (offset + weight.float())
+    mean = ordered_sum(g * normed) / torch.tensor(float(x.shape[-1]), device=x.device)
+    return (reciprocal * (g - normed * mean)).to(x.dtype), (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(x / cap)`` in fp32, rounded to x's dtype."""
+    bound = torch.tensor(cap, device=x.device)
+    return (_tanh(x.float() / bound) * bound).to(x.dtype)
+
+
+def softcap_backward(dy: Tensor, x: Tensor, cap: float) -> Tensor:
+    """``dy * (1 - tanh²(x / cap))`` in fp32, rounded once."""
+    tanh = _tanh(x.float() / torch.tensor(cap, device=x.device))
+    return (dy.float() * (1 - tanh * tanh)).to(x.dtype)
+
+
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x̂ = x * r`` and ``r``, fp32; the division is by a tensor, since a Python number would be inverted on CUDA."""
     wide = x.float()
@@ -95,9 +123,13 @@ def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     inner = _GELU_TANH * (x + 0.044715 * (x * x * x))
-    tanh = 1 - 2 / (torch.exp(2 * inner) + 1)
+    tanh = _tanh(inner)
     slope = _GELU_TANH * (1 + 3 * 0.044715 * (x * x))
     return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * ((1 - tanh * tanh) * slope)
+
+
+def _tanh(x: Tensor) -> Tensor:
+    return 1 - 2 / (torch.exp(2 * x) + 1)
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {

@@ -73,8 +73,9 @@ class MicroBatch:
         """AlignmentError if the ids are not, byte for byte, those that were sampled."""
         flat, starts = self.ids[0].tolist(), self.bounds.tolist()
         found = iter(self.sequence.unique_consecutive().tolist())
+        padding = self.padding
         for start, stop in itertools.pairwise(starts):
-            if (start, stop) in self.padding:
+            if (start, stop) in padding:
                 continue
             sample = samples[next(found)]
             if fingerprint(flat[start:stop]) != sample.fingerprint:

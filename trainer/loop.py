@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from trainer import checkpoint, loss
 from trainer.config import Config
-from trainer.errors import ConfigError, InterruptedRunError, TrainerError
+from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, TrainerError
 from trainer.metrics import Alarms, Assertion, Record, Recorder
 from trainer.models import device_of, load_policy, load_tokenizer
 from trainer.optim import MasterOptimizer
@@ -57,6 +57,7 @@ class Trainer:
         self.rollout = rollout or EmbeddedRollout(
             self.pair.program, config.rollout, exact=config.precision.arm == "exact"
         )
+        self._require_one_program()
         self.stops = stop_ids(self.actor.config, getattr(self.actor, "generation_config", None), self.tokenizer)
         self.optimizer = MasterOptimizer(self.actor.named_parameters(), config.optimizer)
         self.updater = Updater(self.pair, self.optimizer, config, self.device)
@@ -132,6 +133,7 @@ class Trainer:
         """One whole step: collect, score, update, sync; returns its record. ``step`` advances."""
         begin = time.perf_counter()
         version = int(self.actor.precgraph.store.version)
+        self._require_one_program()
         self.rollout.wake()
         collected = self.collector.collect(self.step, version, note=show)
         rolled = time.perf_counter() - begin
@@ -152,6 +154,14 @@ class Trainer:
         record["alarms"] = self.alarms.check(record)
         show(None, record=record)
         return record
+
+    def _require_one_program(self) -> None:
+        """InconsistentError if the engine of an exact run serves another program than the trainer's."""
+        if self.pair.exact and self.rollout.digest != self.pair.digest and not self.config.precision.allow_mismatch:
+            raise InconsistentError(
+                f"the engine runs the program {self.rollout.digest[:16]}, the trainer {self.pair.digest[:16]}",
+                remedy="build both from one model, recipe and backend, or set precision.allow_mismatch = true",
+            )
 
     def _credit(self, collected: Collected) -> tuple[torch.Tensor, list[bool]]:
         """The advantage of each sample, and whether its tokens count in the loss."""
@@ -241,11 +251,11 @@ class Trainer:
     # ------------------------------------------------------------------------------------- outside
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C stops the run where its state is whole; the second stops it at once."""
+        """The first Ctrl-C (or SIGTERM) stops the run where its state is whole; the second stops it at once."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.getsignal(signal.SIGINT)
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
         def stop(*_: Any) -> None:
             if self._interrupted or self._interruptible:
@@ -254,11 +264,13 @@ class Trainer:
             self._interrupted = True
             self.console.print("[yellow]stopping once the update is whole; Ctrl-C again stops at once[/yellow]")
 
-        signal.signal(signal.SIGINT, stop)
+        for number in before:
+            signal.signal(number, stop)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     @contextmanager
     def _progress(self) -> Iterator[Any]:

@@ -29,7 +29,7 @@ class Pair:
     """``actor`` trains and ``program`` rolls out, on one set of masters and one store; ``reference`` is frozen.
 
     ``exact`` says that both run the same program, so that any difference between their log-probabilities is a defect.
-    ``report`` is what ``precgraph.check`` found.
+    ``report`` is what ``precgraph.check`` found, ``digest`` that of the trainer's forward program.
     """
 
     actor: Any
@@ -37,12 +37,7 @@ class Pair:
     reference: Any | None
     report: Any
     exact: bool
-
-    @property
-    def digest(self) -> str:
-        """The trainer's forward program."""
-        value: str = self.actor.precgraph.graph.digest()
-        return value
+    digest: str
 
 
 def fp8_recipe(table: PrecisionTable) -> Recipe:
@@ -80,7 +75,9 @@ def build_pair(model: Any, config: Config) -> Pair:
     infer, backend = _rollout_program(table, recipe, next(model.parameters()).device)
     program = precgraph.compile(actor, "infer", infer, backend)
     report = precgraph.check(actor, program)
-    pair = Pair(actor, program, reference, report, exact=report.ok and _one_program(actor, program))
+    digest: str = actor.precgraph.graph.digest()
+    exact = report.ok and _invariant(program) and program.precgraph.graph.digest() == digest
+    pair = Pair(actor, program, reference, report, exact, digest)
     if not pair.exact and not config.allow_mismatch:
         raise InconsistentError(
             f"the rollout is not inside the training forward:\n{report}\n",
@@ -103,8 +100,6 @@ def _rollout_program(table: PrecisionTable, recipe: Recipe, device: torch.device
     return (recipe, "triton") if device.type == "cuda" else (stock_rules(recipe), "auto")
 
 
-def _one_program(actor: Any, program: Any) -> bool:
-    """Equal digests, and kernels for which a token's bits do not depend on its batch."""
-    kernels = program.precgraph.kernels().values()
-    invariant = all(k.row_invariant is not False for k in kernels)
-    return invariant and bool(actor.precgraph.graph.digest() == program.precgraph.graph.digest())
+def _invariant(program: Any) -> bool:
+    """Whether a token's bits do not depend on the batch that it is computed in."""
+    return all(k.row_invariant is not False for k in program.precgraph.kernels().values())

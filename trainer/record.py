@@ -42,8 +42,7 @@ def measure(trainer: Trainer, collected: Collected, result: Result, version: int
         "data/rounds": collected.rounds,
         "memory/peak_gb": _memory(trainer.device),
     }
-    generated = sum(len(s.tokens) for s in samples)
-    computed = result.computed | {"rollout": generated}
+    computed = result.computed | {"rollout": collected.generated}
     for phase, seconds in result.seconds.items():
         record[f"time/{phase}"] = seconds
         if phase in computed and seconds > 0:

@@ -94,7 +94,8 @@ class EmbeddedRollout:
 class Collected:
     """A step's samples, group after group, and their raw rewards.
 
-    ``dropped`` counts groups that dynamic sampling replaced, ``too_long`` prompts that do not fit the context.
+    ``dropped`` counts groups that dynamic sampling replaced, ``too_long`` prompts that do not fit the context,
+    ``generated`` all tokens that were sampled.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -103,6 +104,7 @@ class Collected:
     dropped: int = 0
     rounds: int = 0
     too_long: int = 0
+    generated: int = 0
 
 
 @dataclass
@@ -164,6 +166,7 @@ class Collector:
         for (item, ids), group in zip(prompts, completions, strict=True):
             number = out.dropped + len(out.samples) // self.config.rollout.samples
             samples = [as_sample(c, ids, item.id, number, f"{step}.{number}.{j}", version) for j, c in enumerate(group)]
+            out.generated += sum(len(s.tokens) for s in samples)
             texts = [self.text(s.tokens) for s in samples]
             rewards = [self.task.score(item, text) for text in texts]
             if self.config.rollout.dynamic and len(set(rewards)) == 1:

@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class Task:
                 f"the reward of {self.name} raised {type(error).__name__}: {error}",
                 path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
             ) from error  # fmt: skip
-        if isinstance(value, bool | int | float) and math.isfinite(value):
+        if isinstance(value, Real) and math.isfinite(value):
             return float(value)
         raise RewardError(
             f"the reward of {self.name} is {value!r}, not a finite number",

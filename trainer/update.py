@@ -120,7 +120,6 @@ class Updater:
         """Take the optimiser steps and sync. ``advantages [samples]``; ``kept``: whose tokens count in the loss."""
         table = self.config.algorithm
         live = [k and (table.kl > 0 or float(a) != 0.0) for k, a in zip(kept, advantages.tolist(), strict=True)]
-        graded = [i for i, l in enumerate(live) if l]
         sums = _Sums()
         before = _codes(self.pair.actor)
         with self._timed(result, "update", note):
@@ -129,8 +128,10 @@ class Updater:
                     rest = [i for i, l in enumerate(live) if not l]
                     self._score(self.pair.actor, samples, rest, result, "update", result.tokens.trainer)
             for _ in range(table.epochs):
-                for order in _chunks(graded, table.batches):
-                    self._step(samples, order, advantages, kept, result, sums)
+                for part in _chunks(range(len(samples)), table.batches):
+                    # Samples without a gradient (equal rewards) count in the denominator as long as they are kept.
+                    counted = [k and i in part for i, k in enumerate(kept)]
+                    self._step(samples, [i for i in part if live[i]], advantages, counted, result, sums)
         with self._timed(result, "sync", note):
             changed = _changed(before, _codes(self.pair.actor, copy=False))
         result.measures.update(sums.measures(), **{"update/codes_changed": changed})
@@ -140,27 +141,23 @@ class Updater:
         samples: Sequence[Sample],
         order: Sequence[int],
         advantages: Tensor,
-        kept: Sequence[bool],
+        counted: Sequence[bool],
         result: Result,
         sums: _Sums,
     ) -> None:
-        """One optimiser step on the samples of ``order``; none if no token of it counts."""
+        """One optimiser step with the gradients of ``order``, if there are any; ``counted`` says whose tokens weigh."""
         table, tokens = self.config.algorithm, result.tokens
-        # Samples without a gradient (equal rewards) count in the denominator as long as they are kept.
-        counted = kept if self.config.updates == 1 else [k and i in set(order) for i, k in enumerate(kept)]
         lengths = [len(s.tokens) for s in samples]
         each = loss.token_weights(lengths, list(counted), table.aggregation, self.config.rollout.max_tokens)
         weights = torch.tensor(each, dtype=torch.float32, device=self.device)
-        if not any(each[i] for i in order):
+        if not order:
             sums.skipped += 1
             return
         for micro in self._micro_batches(samples, order):
             at = tokens.index(micro)
             new, entropy = self._logprobs(self.pair.actor, micro)
-            if bool(tokens.old[at].isnan().all()) or self.config.updates == 1:
-                old = new.detach()
-            else:  # a token that the rollout gave no value for has ratio 1
-                old = torch.where(tokens.old[at].isnan(), new.detach(), tokens.old[at])
+            # Not known: with one optimiser step a rollout, and where the rollout gave none. Then the ratio is 1.
+            old = torch.where(tokens.old[at].isnan(), new.detach(), tokens.old[at])
             fresh = tokens.trainer[at].isnan() & torch.tensor(sums.steps == 0, device=self.device)
             tokens.trainer[at] = torch.where(fresh, new.detach(), tokens.trainer[at])
             tokens.entropy[at] = torch.where(tokens.entropy[at].isnan(), entropy, tokens.entropy[at])
@@ -259,7 +256,7 @@ class _Sums:
         }
 
 
-def _chunks(order: Sequence[int], count: int) -> list[Sequence[int]]:
+def _chunks(order: range, count: int) -> list[range]:
     """``order`` in ``count`` contiguous parts of nearly equal size; empty parts stay, as steps that are skipped."""
     borders = [len(order) * i // count for i in range(count + 1)]
     return [order[a:b] for a, b in itertools.pairwise(borders)]

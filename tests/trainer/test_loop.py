@@ -348,16 +348,18 @@ def test_a_fault_before_the_update_keeps_the_state(tmp_path: Path, fault: Any, e
     assert lasting(read_records(tmp_path / "faulty")) == lasting(read_records(tmp_path / "whole"))
 
 
-@pytest.mark.parametrize("where", ["rollout", "update"])
-def test_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "number"), [("rollout", signal.SIGINT), ("update", signal.SIGINT), ("update", signal.SIGTERM)]
+)
+def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, number: signal.Signals) -> None:
     """In a rollout it stops at once and the step is done again; in an update it waits until that is whole."""
     made = trainer(tmp_path, run={"steps": 3, "save_every": 0})
     if where == "rollout":
-        wrap(made, lambda call, c: [call == 2 and os.kill(os.getpid(), signal.SIGINT), c][1])
+        wrap(made, lambda call, c: [call == 2 and os.kill(os.getpid(), number), c][1])
     else:
         real = made.optimizer.step
         monkeypatch.setattr(
-            made.optimizer, "step", lambda: [made.step == 1 and os.kill(os.getpid(), signal.SIGINT), real()][1]
+            made.optimizer, "step", lambda: [made.step == 1 and os.kill(os.getpid(), number), real()][1]
         )
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(InterruptedRunError, match="go on with: precgraph-train resume"):
@@ -411,6 +413,9 @@ def test_stale_or_shuffled_completions_are_noticed(tmp_path: Path) -> None:
     made.rollout = made.collector.rollout = inner
     wrap(made, lambda call, c: c[-1:] + c[:-1])
     with pytest.raises(AlignmentError, match="another prompt"):
+        made.train_step()
+    made.rollout.digest = "of another program"
+    with pytest.raises(InconsistentError, match="of another prog"):
         made.train_step()
     # Log-probabilities that belong to another response of the same prompt: lengths fit, ids fit, the values do not.
     made.rollout = made.collector.rollout = inner

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from precgraph.verify.report import Row
 
 SCHEMA = 1
-LEVELS = ("graph",)
+LEVELS = ("graph", "weights")
 
 
 @guarded
@@ -27,7 +27,13 @@ def check(
     train: Annotated[str, typer.Option(metavar="SPEC", help=f"Training side. {SPEC_HELP}")] = "jet_rl",
     infer: Annotated[str, typer.Option(metavar="SPEC", help="Rollout side, in the same way.")] = "jet_rl",
     backend: Annotated[str, typer.Option(help="Backend to lower both sides for.")] = "auto",
-    level: Annotated[str, typer.Option(help="graph: compare the programs; no weights are read.")] = "graph",
+    level: Annotated[
+        str,
+        typer.Option(
+            help="graph: compare the programs; no weights are read. weights: compare the bytes of the FP8 checkpoint "
+            "--infer with what --train makes of the masters MODEL."
+        ),
+    ] = "graph",
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for -.")
     ] = None,
@@ -37,6 +43,10 @@ def check(
     Exit code 0: consistent; 1: inconsistent; 2: could not check.
     """
     choose("--level", level, LEVELS)
+    if level == "weights":
+        from precgraph.cli.weights import check_bytes
+
+        raise typer.Exit(check_bytes(model, train, infer, json_to))
     with progress() as step:
         step("reading the recipes")
         recipes = load_recipe(train), load_recipe(infer)

@@ -33,6 +33,7 @@ RULES: dict[str, Rule] = {
         "whether a linear's GEMM multiplies quantised operands",
         "give both programs the same linear rule and the same select.skip, select.routers and min_features",
     ),
+    "requantize": Rule("PG109 quantised twice", "whether codes are quantised again to other scales", _RECIPE),
     "compute": Rule("PG201 compute dtype", "the dtype of the arithmetic", _RECIPE),
     "accumulate": Rule("PG202 accumulation", "the dtype in which products are summed", _RECIPE),
     "dtype": Rule("PG203 dtype", "the dtype that a value is rounded to", _RECIPE),
@@ -54,6 +55,56 @@ RULES: dict[str, Rule] = {
     "numerics": Rule(
         "PG501 kernel", "the numerics id of the kernel", "lower both programs for one backend and one device"
     ),
+    # Level weights: what is wrong with stored bytes.
+    "requantised": Rule(
+        "PG601 quantised twice", "whether codes are made from the master, or from a weight that was quantised before",
+        "quantise the masters once, by the trainer's recipe",
+    ),
+    "scale rounded after": Rule(
+        "PG602 scale rounded after", "whether a scale is rounded to a power of two before codes are made with it",
+        "round first, then quantise",
+    ),
+    "scale transposed": Rule("PG603 scale transposed", "the order of a scale's two dimensions", "store [N, K] blocks"),
+    "scale inverted": Rule(
+        "PG604 scale inverted", "whether codes are multiplied by the stored scale, or divided", "store amax / max"
+    ),
+    "scale in bf16": Rule("PG605 scale in bf16", "the dtype that a scale is stored in", "store fp32 scales"),
+    "scale stale": Rule(
+        "PG606 stale scale", "whether codes and scales were made together", "quantise again after every update"
+    ),
+    "block grid": Rule(
+        "PG607 block grid", "where blocks start in the parts of a fused weight", "quantise each part on its own"
+    ),
+    "swapped": Rule("PG608 swapped", "which weight the codes belong to", "correct the names in the exporter"),
+    "stale weights": Rule(
+        "PG609 stale weights", "which version of the masters was quantised", "export the masters that are served"
+    ),
+    "damaged": Rule("PG610 damaged bytes", "whether every byte arrived", "copy the file again"),
+    "missing scale": Rule("PG611 missing scale", "whether codes have their scale", "export the checkpoint again"),
+    "unconsumed scale": Rule(
+        "PG612 unconsumed scale", "whether each scale has codes to multiply", "remove it, or store its weight in FP8"
+    ),
+    "layer precision": Rule(
+        "PG613 layer precision", "whether a layer is stored quantised", "give exporter and trainer the same select rule"
+    ),
+    "skip list": Rule(
+        "PG614 skip list", "whether modules_to_not_convert says what is stored", "name the plain layers in full"
+    ),
+    "missing tensor": Rule("PG615 missing tensor", "whether every tensor is stored", "export the checkpoint again"),
+    "unknown tensor": Rule("PG616 unknown tensor", "whether every stored tensor is the model's", "remove it"),
+    "missing master": Rule("PG617 missing master", "whether every tensor has a master", "restore the masters"),
+    "other bytes": Rule(
+        "PG618 other bytes", "the bytes of a tensor that is not quantised", "export the masters that are served"
+    ),
+    "stored dtype": Rule("PG619 stored dtype", "the dtype of a tensor that is not quantised", _RECIPE),
+    "scale value": Rule(
+        "PG620 scale value", "whether scales are positive and finite", "look for NaN or zero blocks in the exporter"
+    ),
+    "scale shape": Rule("PG621 scale shape", "how many scales a weight has, and of which dtype", "store [N, K] blocks"),
+    "codes transposed": Rule("PG622 codes transposed", "the order of a weight's two dimensions", "store [N, K]"),
+    "other weights": Rule(
+        "PG699 unexplained", "whether the weight is the master's at all", "name the masters that it was made from"
+    ),
     "backward": Rule(
         "PG901 backward only", "a rule of the backward, which no forward value depends on", "none is needed"
     ),
@@ -66,6 +117,12 @@ RULES: dict[str, Rule] = {
         "PG903 other names",
         "parameters that were matched by structure because their names differ",
         "compare the weights too: --level weights",
+    ),
+    "skip pattern": Rule(
+        "PG905 skip pattern", "whether a skip list leaves out only layers that it names", "name the layers in full"
+    ),
+    "unused pattern": Rule(
+        "PG906 unused pattern", "whether each pattern of a skip list names a linear layer", "correct or remove it"
     ),
     "not_lowered": Rule(
         "PG904 kernels not compared", "only one of the programs has its kernels chosen", "lower both, then check"
@@ -114,12 +171,13 @@ class Row:
 class Report:
     """The outcome of a check: ``violations`` are root causes, ``notes`` change no bit of the rollout.
 
-    ``compared`` counts the nodes of the rollout that were compared with one of the training forward.
+    ``compared`` counts what was compared, the ``unit`` being nodes of the rollout's graph, or stored tensors.
     """
 
     compared: int
     violations: tuple[Finding, ...] = ()
     notes: tuple[Finding, ...] = ()
+    unit: str = "nodes"
 
     @property
     def ok(self) -> bool:
@@ -147,12 +205,12 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok:
-            lines = [f"consistent: {self.compared} nodes compared, none differs"]
+            lines = [f"consistent: {self.compared} {self.unit} compared, none differs"]
         else:
             causes, inherited = len(self.violations), sum(f.inherited for f in self.violations)
             lines = [
-                f"inconsistent: {causes} root cause{'s' * (causes != 1)} in {self.compared} nodes compared; "
-                f"{inherited} more nodes only inherit {'them' if causes != 1 else 'it'}"
+                f"inconsistent: {causes} root cause{'s' * (causes != 1)} in {self.compared} {self.unit} compared; "
+                f"{inherited} more {self.unit} only inherit {'them' if causes != 1 else 'it'}"
             ]
         for row in self.rows():
             where = f"{row.module or '(model)'}  {row.op}" + (f"  ({row.count} nodes)" if row.count > 1 else "")

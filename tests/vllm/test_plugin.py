@@ -18,6 +18,7 @@ import precgraph
 from precgraph import Recipe
 from precgraph.errors import DigestError, InputError, RecipeError, UnsupportedModelError
 from precgraph.runtime.vllm import ARCHITECTURE, register
+from precgraph.runtime.vllm.preserve import preserved_state
 from precgraph.runtime.vllm.versions import SYMBOLS, Symbol, key_value_views, misfits, require_version
 from tests.vllm.conftest import TINY_ENGINE
 
@@ -195,7 +196,7 @@ def test_another_digest_stops_the_plain_way_too(checkpoint: Callable[..., Any]) 
     overrides = {**ARCHITECTURES, "precgraph": "jet_rl"}
     options = {"precgraph": {"digest": "123456789abcdef"}}
     arguments = {**TINY_ENGINE, "dtype": "bfloat16", "hf_overrides": overrides, "additional_config": options}
-    with pytest.raises(DigestError, match="the trainer runs 123456789abc"):
+    with preserved_state(), pytest.raises(DigestError, match="the trainer runs 123456789abc"):
         vllm.LLM(model=checkpoint("qwen3")[1], **arguments)
 
 

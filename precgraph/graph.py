@@ -67,13 +67,18 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter or buffer of the model: shape, dtype (torch name), and the other names that share its storage."""
+    """A parameter or buffer of the model: shape, dtype (torch name), and the other names that share its storage.
+
+    ``content`` is the sha256 of a buffer's or constant's dtype, shape and bytes: such values are part of the program.
+    It is empty for parameters, which are trained, and for tensors without values (meta device).
+    """
 
     shape: tuple[int, ...]
     dtype: str
     trainable: bool
     buffer: bool = False
     aliases: tuple[str, ...] = ()
+    content: str = ""
 
 
 @dataclass(frozen=True, slots=True)

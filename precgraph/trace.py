@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from precgraph.attention import IMPLEMENTATION
+from precgraph.content import content
 from precgraph.errors import InputError, TraceError, UnsupportedModelError
 from precgraph.formats import Format
 from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision, with_rules
@@ -280,8 +281,9 @@ class _Builder:
         buffer = not isinstance(value, nn.Parameter)
         self.tensors[names[0]] = value
         self.parameters[names[0]] = Parameter(
-            tuple(value.shape), _dtype_name(value.dtype), value.requires_grad, buffer, tuple(names[1:])
-        )
+            tuple(value.shape), _dtype_name(value.dtype), value.requires_grad, buffer, tuple(names[1:]),
+            content(self.model, names[0], value),
+        )  # fmt: skip
         return names[0]
 
     def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:

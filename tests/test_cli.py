@@ -175,7 +175,8 @@ def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
     assert "inconsistent" in result.stdout  # people still get their table
     data = json.loads(target.read_text())
     assert list(data) == [
-        "schema", "model", "family", "level", "backend", "recipes", "digests", "compared", "ok", "violations", "notes",
+        "schema", "model", "family", "level", "backend", "recipes", "stacks", "digests", "compared", "ok", "violations",
+        "notes",
     ]  # fmt: skip
     assert data["schema"] == 1
     assert data["family"] == "LlamaForCausalLM"

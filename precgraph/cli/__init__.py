@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import precgraph
-from precgraph.cli import check, digest, doctor, export, recipe, show
+from precgraph.cli import check, digest, doctor, export, recipe, rule, show, stacks
 from precgraph.cli.console import settings
 
 
@@ -50,7 +50,16 @@ def _options(
     settings.debug = debug
 
 
-for command in (check.check, show.show, digest.digest, export.export, doctor.doctor, recipe.recipe):
+for command in (
+    check.check,
+    show.show,
+    digest.digest,
+    export.export,
+    doctor.doctor,
+    recipe.recipe,
+    rule.rule,
+    stacks.stacks,
+):
     app.command()(command)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from precgraph.cli.console import choose, console, guarded, progress, write_json
-from precgraph.cli.model import MODEL, SPEC_HELP, load_recipe, trace_model
+from precgraph.cli.model import MODEL, SIDE_HELP, trace_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,7 +25,7 @@ LEVELS = ("graph", "weights")
 @guarded
 def check(
     model: Annotated[str, MODEL],
-    train: Annotated[str, typer.Option(metavar="SPEC", help=f"Training side. {SPEC_HELP}")] = "jet_rl",
+    train: Annotated[str, typer.Option(metavar="SPEC", help=f"Training side. {SIDE_HELP}")] = "jet_rl",
     infer: Annotated[str, typer.Option(metavar="SPEC", help="Rollout side, in the same way.")] = "jet_rl",
     backend: Annotated[str, typer.Option(help="Backend to lower both sides for.")] = "auto",
     level: Annotated[
@@ -49,17 +50,22 @@ def check(
         raise typer.Exit(check_bytes(model, train, infer, json_to))
     with progress() as step:
         step("reading the recipes")
-        recipes = load_recipe(train), load_recipe(infer)
+        from precgraph.stacks.pair import explain, linear_modules, parse, resolve
+
+        named = parse(train), parse(infer)
         traced = trace_model(model, step)
         from precgraph.checking import check as compare
         from precgraph.checking import lowered
 
+        layers = linear_modules(traced.graph) if any(side.stack for side in named) else ()
+        sides = resolve(*named, layers, os.environ)
+        recipes = sides[0].recipe, sides[1].recipe
         step("building the training program")
         train_graph = lowered(traced, "train", recipes[0], backend)
         step("building the rollout program")
         infer_graph = lowered(traced, "infer", recipes[1], backend)
         step("comparing")
-        report = compare(train_graph, infer_graph)
+        report = explain(compare(train_graph, infer_graph), *sides)
         summary = {
             "schema": SCHEMA,
             "model": model,
@@ -67,6 +73,7 @@ def check(
             "level": level,
             "backend": backend,
             "recipes": {"train": recipes[0].to_dict(), "infer": recipes[1].to_dict()},
+            "stacks": {"train": sides[0].to_json(), "infer": sides[1].to_json()},
             "digests": {"train": train_graph.digest(), "infer": infer_graph.digest()},
             "compared": _compared(report, infer_graph),
             **_outcome(report),
@@ -106,6 +113,7 @@ def _print(summary: dict[str, Any], report: Report, train: str, infer: str) -> N
         f"{compared['nodes']} nodes compared, {compared['quantized_linears']} of {compared['linears']} linear layers "
         f"quantised, backend {summary['backend']}"
     )
+    _print_stacks(summary["stacks"])
     out.print(_kernel_table(compared["kernels"]))
     rows = report.rows()
     if any(r.violation for r in rows):
@@ -117,6 +125,23 @@ def _print(summary: dict[str, Any], report: Report, train: str, infer: str) -> N
             )
         )
     out.print(_verdict(report))
+
+
+def _print_stacks(stacks: dict[str, Any]) -> None:
+    """What the recipes of other people's stacks rest on, and what they leave open."""
+    from precgraph.stacks import NOT_MODELLED
+
+    out = console()
+    for side, stack in stacks.items():
+        if stack is None:
+            continue
+        skipped = f", {len(stack['skipped'])} layers left out" if stack["skipped"] else ""
+        out.print(f"{side}: {stack['stack']}, {stack['version']}{skipped}", markup=False, highlight=False)
+        taken = ", ".join(stack["taken_from_the_other_side"])
+        if taken:
+            out.print(f"  not known, so taken from the other side: {taken}", markup=False, highlight=False)
+    if any(stacks.values()):
+        out.print(f"Not compared: {NOT_MODELLED}", markup=False, highlight=False)
 
 
 def _verdict(report: Report) -> str:

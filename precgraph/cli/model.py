@@ -19,6 +19,11 @@ MODEL = typer.Argument(
 )
 SPEC_HELP = "A preset (jet_rl, bf16) or a recipe file (.toml; `precgraph recipe jet_rl` writes one to start from)."
 
+SIDE_HELP = (
+    f"{SPEC_HELP} Or a stack (te, vllm; `precgraph stacks` lists them), STACK:CONFIG for its own configuration file, "
+    "or the directory of a checkpoint that vLLM serves."
+)
+
 
 def trace_model(model: str, step: Callable[[str], None]) -> Trace:
     """The model's raw graph, traced on the meta device: no weights are read."""

@@ -1,0 +1,62 @@
+"""``precgraph rule``."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from precgraph.cli.console import console, guarded, write_json
+from precgraph.errors import InputError
+
+if TYPE_CHECKING:
+    from precgraph.verify.report import Rule
+    from precgraph.verify.why import Why
+
+
+@guarded
+def rule(
+    code: Annotated[
+        str, typer.Argument(metavar="CODE", help="PG103, or words of its name; all for the table.", show_default=False)
+    ] = "all",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Explain a code of a report: what it means, why it matters and by how much, an example, and what to do."""
+    from precgraph.verify.report import RULES
+    from precgraph.verify.why import WHY
+
+    entries = {key: _entry(RULES[key], WHY.get(key)) for key in RULES}
+    if code == "all":
+        if as_json:
+            write_json({"schema": 1, "rules": list(entries.values())})
+        else:
+            for entry in entries.values():
+                typer.echo(f"{entry['code']}  {entry['name']}: {entry['what']}")
+        return
+    wanted = code.strip().upper()
+    found = next((e for e in entries.values() if wanted in _names(e)), None)
+    if found is None:
+        close = difflib.get_close_matches(wanted, [e["code"] for e in entries.values()], n=1)
+        raise InputError(f"no rule has the code {code!r}" + (f", did you mean {close[0]}?" if close else ""))
+    if as_json:
+        write_json({"schema": 1, **found})
+        return
+    from rich.markup import escape
+
+    out = console()
+    out.print(f"[bold]{found['code']} {found['name']}[/]")
+    for title in ("what", "why", "effect", "example", "remedy"):
+        if found[title]:
+            out.print(f"[bold]{title:<8}[/] {escape(found[title])}", highlight=False)
+
+
+def _names(entry: dict[str, str]) -> tuple[str, ...]:
+    code, name = entry["code"], entry["name"].upper()
+    return code, name, f"{code} {name}"
+
+
+def _entry(table: Rule, why: Why | None) -> dict[str, str]:
+    code, _, name = table.code.partition(" ")
+    extra = {key: getattr(why, key, "") for key in ("why", "effect", "example")}
+    return {"code": code, "name": name, "what": table.words, **extra, "remedy": table.remedy}

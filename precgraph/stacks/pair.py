@@ -1,0 +1,187 @@
+"""Two sides of a check, each a recipe or a stack with its configuration, resolved for one model."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from precgraph import ops
+from precgraph.errors import InputError
+from precgraph.graph import PrecisionGraph, precision
+from precgraph.passes.raise_ops import raise_ops
+from precgraph.passes.rewrite import is_call
+from precgraph.recipe import Recipe
+from precgraph.stacks import Built, Request, Stack, find, get
+from precgraph.verify.report import RULES, Finding, Report, Rule
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side as it was named: a ``recipe``, or a ``stack`` with its parsed ``config`` read at ``path``."""
+
+    name: str
+    recipe: Recipe | None = None
+    stack: Stack | None = None
+    config: Mapping[str, Any] | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """One side for one model: its recipe, and what its stack says of it."""
+
+    side: Side
+    recipe: Recipe
+    built: Built | None = None
+
+    def to_json(self) -> dict[str, Any] | None:
+        """The stack, its version and what is not known; None for a recipe."""
+        stack, built = self.side.stack, self.built
+        if stack is None or built is None:
+            return None
+        return {
+            "stack": stack.name, "version": stack.version, "config": self.side.path, "unknown": list(stack.unknown),
+            "skipped": sorted(built.skips.by_module), "taken_from_the_other_side": list(built.assumed),
+        }  # fmt: skip
+
+
+def parse(spec: str) -> Side:
+    """What ``--train`` or ``--infer`` names: a preset, a recipe file, ``STACK``, ``STACK:FILE`` or a checkpoint's
+    directory, which vLLM serves. Errors are RecipeError or InputError and name the file."""
+    name, colon, path = spec.partition(":")
+    stack = find(name)
+    if stack is None and colon and not Path(spec).exists():
+        stack = get(name)
+    if stack is not None:
+        return Side(spec, stack=stack, config=_read(Path(path)) if colon else {}, path=path)
+    if Path(spec).is_dir():
+        return Side(spec, stack=get("vllm"), config=_read(Path(spec)), path=spec)
+    is_file = spec.endswith(".toml") or "/" in spec or Path(spec).is_file()
+    return Side(spec, Recipe.load(spec) if is_file else Recipe.preset(spec))
+
+
+def resolve(train: Side, infer: Side, modules: Sequence[str], env: Mapping[str, str]) -> tuple[Resolved, Resolved]:
+    """Both recipes for a model whose linear layers are ``modules``. A field that one stack's source does not settle is
+    taken from the other side."""
+    first = _resolve(train, "train", modules, env, None)
+    second = _resolve(infer, "infer", modules, env, first.recipe)
+    if first.built and first.built.assumed:
+        first = _resolve(train, "train", modules, env, second.recipe)
+        second = _resolve(infer, "infer", modules, env, first.recipe)
+    return first, second
+
+
+def linear_modules(raw: PrecisionGraph) -> tuple[str, ...]:
+    """Paths of the linear layers of a traced model, in program order, without the head."""
+    graph = raise_ops(raw.copy())
+    return tuple(dict.fromkeys(precision(n).module for n in graph if is_call(n, ops.linear)))
+
+
+def explain(report: Report, train: Resolved, infer: Resolved) -> Report:
+    """The report with what to set in each stack, and with notes on the patterns of their skip lists."""
+    violations = tuple(replace(f, remedy=_remedy(f, (train, infer))) for f in report.violations)
+    notes = [note for r, which in ((train, "training"), (infer, "rollout")) for note in _skip_notes(r, which)]
+    return replace(report, violations=violations, notes=(*report.notes, *notes))
+
+
+def _resolve(side: Side, which: str, modules: Sequence[str], env: Mapping[str, str], other: Recipe | None) -> Resolved:
+    if side.recipe is not None or side.stack is None:
+        assert side.recipe is not None
+        return Resolved(side, side.recipe)
+    config = dict(side.config or {})
+    own = config.pop("env", {})
+    if not isinstance(own, Mapping):
+        raise InputError("env must be a table of environment variables", path=side.path)
+    merged = {**env, **{str(k): str(v) for k, v in own.items()}}
+    built = side.stack.build(Request(which, tuple(modules), config, merged, side.path, other))
+    return Resolved(side, built.recipe, built)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A configuration file (JSON, YAML, TOML), or the config.json of a directory."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            data = json.loads(text)
+        elif file.suffix in (".yaml", ".yml"):
+            data = yaml.safe_load(text) or {}
+        elif file.suffix == ".toml":
+            data = tomllib.loads(text)
+        else:
+            raise InputError("is no configuration file", path=str(file), remedy="pass .json, .yaml or .toml")
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", path=str(file)) from None
+    except (ValueError, yaml.YAMLError) as error:
+        if isinstance(error, InputError):
+            raise
+        line = " ".join(str(error).split())
+        raise InputError(f"is not valid {file.suffix[1:].upper()}: {line}", path=str(file)) from None
+    if not isinstance(data, dict):
+        raise InputError("holds no table", path=str(file))
+    return data
+
+
+# ---------------------------------------------------------------------------------------- in words
+
+
+# A finding names everything that differs at a node; its remedy is about the first of these that does.
+_FIRST = ("rule.gemm", "requantize", "scale_dtype", "granularity", "source", "scale_rule", "divide", "amax_floor")
+_OFF = {"scale_dtype": "float32", "requantize": "none"}
+
+
+def _remedy(finding: Finding, sides: tuple[Resolved, Resolved]) -> str:
+    """What the stacks say of what differs first; the finding's own remedy if they say nothing."""
+    words = [word for side in sides if (word := _skip_remedy(finding, side))]
+    values = {n: (t, i) for n, t, i in zip(finding.attributes, finding.train, finding.infer, strict=True)}
+    for name in _FIRST:
+        if words or name not in values:
+            continue
+        if name == "scale_dtype" and "float32" not in values[name]:
+            continue  # both are powers of two
+        for side, value in zip(sides, values[name], strict=True):
+            remedies = side.side.stack.remedies if side.side.stack else {}
+            if name in remedies and value != _OFF.get(name):  # the side that does more has the switch
+                words.append(remedies[name])
+    return "; or ".join(dict.fromkeys(words)) or finding.remedy
+
+
+def _skip_remedy(finding: Finding, side: Resolved) -> str:
+    """For a layer that a pattern leaves out without naming it."""
+    if side.built is None or side.side.stack is None or "rule.gemm" not in finding.attributes:
+        return ""
+    for pattern, modules in side.built.skips.accidental().items():
+        if finding.module in modules:
+            return f"{side.side.stack.title} matches {pattern!r} {side.built.skips.how}: name the layers in full"
+    return ""
+
+
+def _skip_notes(side: Resolved, which: str) -> list[Finding]:
+    if side.built is None or side.side.stack is None:
+        return []
+    skips, title = side.built.skips, side.side.stack.title
+    notes = [
+        _note(
+            RULES["skip pattern"], module, which, pattern,
+            f"{title} matches {pattern!r} {skips.how}, so it leaves out layers that it does not name",
+        )
+        for pattern, modules in skips.accidental().items()
+        for module in modules
+    ]  # fmt: skip
+    if skips.unmatched:
+        first = ", ".join(skips.unmatched[:3]) + (", ..." if len(skips.unmatched) > 3 else "")
+        unused = f"{title} matches patterns {skips.how}; {len(skips.unmatched)} name no linear layer"
+        notes.append(_note(RULES["unused pattern"], "", which, first, unused))
+    return notes
+
+
+def _note(rule: Rule, module: str, which: str, pattern: str, message: str) -> Finding:
+    values = (pattern, "") if which == "training" else ("", pattern)
+    op = "linear" if module else "recipe"
+    return Finding(rule.code, module, "", op, ("pattern",), values[:1], values[1:], message, rule.remedy)

@@ -1,0 +1,445 @@
+"""Stacks as recipes: the rules of each, pairs of them, field bugs from configurations alone, the stacks' own code."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from precgraph import Recipe
+from precgraph.checking import lowered
+from precgraph.cli import app
+from precgraph.errors import InputError, PrecGraphError, RecipeError
+from precgraph.formats import Format, quantize
+from precgraph.stacks import STACKS, Request, find, get
+from precgraph.stacks.matching import exact, path, regex_or_glob, skips, substring
+from precgraph.stacks.pair import Side, explain, linear_modules, parse, resolve
+from precgraph.trace import trace
+from precgraph.verify import Report, check_inclusion
+from precgraph.verify.report import RULES
+from precgraph.verify.why import WHY
+from tests.families import config, meta_lm
+
+ROOT = Path(__file__).parents[1]
+LAYERS = 2
+TRACED = trace(meta_lm("llama"))
+MODULES = linear_modules(TRACED.graph)
+NO_ENV: Mapping[str, str] = {}
+
+
+def formats(name: str, side: str = "train", env: Mapping[str, str] = NO_ENV, **options: Any) -> tuple[Format, Format]:
+    """Activation and weight of a stack with this configuration."""
+    linear = get(name).build(Request(side, MODULES, options, env)).recipe.linear
+    assert linear.activation is not None
+    assert linear.weight is not None
+    return linear.activation, linear.weight
+
+
+def check(train: str | Side, infer: str | Side, env: Mapping[str, str] = NO_ENV) -> Report:
+    """What ``precgraph check`` reports for the tiny Llama."""
+    named = [parse(side) if isinstance(side, str) else side for side in (train, infer)]
+    sides = resolve(named[0], named[1], MODULES, env)
+    graphs = [lowered(TRACED, mode, side.recipe) for mode, side in zip(("train", "infer"), sides, strict=True)]
+    return explain(check_inclusion(graphs[0], graphs[1]), *sides)
+
+
+def stack(name: str, **options: Any) -> Side:
+    return Side(name, stack=get(name), config=options)
+
+
+def differing(report: Report, weights: bool) -> set[str]:
+    """Attributes of the quantisers of weights, or of activations, that differ."""
+    found = [f for f in report.violations if f.op == "quantize"]
+    return {a for f in found if f.module.endswith("_proj") == weights for a in f.attributes}
+
+
+def test_linear_modules_are_those_of_the_model() -> None:
+    leaves = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    leaves += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+    assert sorted(MODULES) == sorted(f"model.layers.{n}.{leaf}" for n in range(LAYERS) for leaf in leaves)
+
+
+# ------------------------------------------------------------------------------- the table of rules
+
+# amax floor, scale, how codes are made, powers of two. Activations first.
+TABLE: dict[str, tuple[tuple[float, str, str, bool], tuple[float, str, str, bool]]] = {
+    "deep_gemm": ((1e-4, "amax/max", "reciprocal", False), (1e-4, "amax/max", "reciprocal", False)),
+    "vllm": ((1e-10, "amax*(1/max)", "true", True), (1e-4, "amax/max", "reciprocal", True)),
+    "torchao": ((1e-12, "max/amax", "true", False), (1e-12, "max/amax", "true", False)),
+    "transformer_engine": ((0.0, "max/amax", "true", True), (0.0, "max/amax", "true", True)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_default_rules(name: str) -> None:
+    for fmt, (floor, rule, divide, power) in zip(formats(name), TABLE[name], strict=True):
+        assert (fmt.amax_floor, fmt.scale_rule, fmt.divide, fmt.powers_of_two) == (floor, rule, divide, power)
+    twice = [fmt.requantize for fmt in formats(name)]
+    assert twice == (["none", "ue8m0"] if name == "vllm" else ["none", "none"])
+
+
+# What differs between two stacks, weights then activations: from the table, by hand.
+_RULES = {"scale_rule", "divide", "amax_floor"}
+PAIRS: dict[tuple[str, str], tuple[set[str], set[str]]] = {
+    ("deep_gemm", "vllm"): ({"requantize"}, {"scale_dtype", *_RULES}),
+    ("deep_gemm", "torchao"): (_RULES, _RULES),
+    ("deep_gemm", "transformer_engine"): ({"scale_dtype", *_RULES}, {"scale_dtype", *_RULES}),
+    ("vllm", "torchao"): ({"requantize", *_RULES}, {"scale_dtype", "scale_rule", "amax_floor"}),
+    ("vllm", "transformer_engine"): (
+        {"requantize", "scale_dtype", *_RULES}, {"scale_dtype", "scale_rule", "amax_floor"},
+    ),
+    ("torchao", "transformer_engine"): ({"scale_dtype", "amax_floor"}, {"scale_dtype", "amax_floor"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("train", "infer"), list(itertools.permutations(TABLE, 2)))
+def test_golden_findings_of_every_pair(train: str, infer: str) -> None:
+    report = check(train, infer)
+    weights, activations = PAIRS.get((train, infer)) or PAIRS[infer, train]
+    assert differing(report, weights=True) == weights
+    assert differing(report, weights=False) == activations
+    assert sum(f.module.endswith("_proj") for f in report.violations) >= len(MODULES)
+    assert {f.op for f in report.violations} == {"quantize"}, "a stack's recipe says something of other operators"
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_stack_agrees_with_itself(name: str) -> None:
+    report = check(name, name)
+    assert report.ok, str(report)
+    assert not report.notes
+
+
+def test_with_fp32_scales_everywhere_what_is_left_is_the_rule() -> None:
+    env = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    report = check("te", "vllm", env)
+    assert differing(report, weights=True) == _RULES
+    assert differing(report, weights=False) == {"scale_rule", "amax_floor"}
+    assert all("TransformerEngine has no switch" in f.remedy for f in report.violations)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_every_stack_says_where_it_was_read_and_what_is_open(name: str) -> None:
+    entry = STACKS[name]
+    assert entry.version
+    assert entry.sources
+    assert entry.unknown
+    assert set(entry.remedies) <= set(RULES)
+    for side in ("train", "infer"):
+        assert isinstance(entry.build(Request(side, MODULES)).recipe, Recipe)
+    for other in STACKS:  # whatever the other side is, both recipes exist
+        resolve(parse(name), parse(other), MODULES, {})
+
+
+def test_names_and_aliases() -> None:
+    assert find("te") is find("transformer-engine") is STACKS["transformer_engine"]
+    assert find("jet_rl") is None
+    with pytest.raises(RecipeError, match="did you mean 'vllm'"):
+        get("vlm")
+
+
+# ------------------------------------------------------------------------- field bugs, from configs
+
+
+def _moe_like(report: Report) -> set[str]:
+    return {f.module.rpartition(".")[2] for f in report.violations if "rule.gemm" in f.attributes}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "how"),
+    [
+        (
+            "vllm", {"quantization_config": {"linear": "fp8_per_block", "ignore": ["re:.*mlp.gate"]}},
+            "regular expression",
+        ),
+        (
+            "sglang_substring",
+            {"quantization_config": {
+                "quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": ["mlp.gate", "mlp.up_proj"]}},
+            "as a substring",
+        ),
+    ],
+)  # fmt: skip
+def test_a_routers_pattern_that_hits_gate_proj(name: str, options: dict[str, Any], how: str) -> None:
+    report = check(stack("deep_gemm"), stack(name, **options))
+    found = [f for f in report.violations if "rule.gemm" in f.attributes]
+    assert {f.module for f in found} >= {f"model.layers.{n}.mlp.gate_proj" for n in range(LAYERS)}
+    (row,) = [r for r in report.rows() if r.violation and r.module.endswith("mlp.gate_proj") and r.op == "linear"]
+    assert row.code.startswith("PG108")
+    assert row.count == LAYERS
+    assert how in row.remedy
+    assert "name the layers in full" in row.remedy
+    notes = [r for r in report.rows() if r.code.startswith("PG905") and r.module.endswith("mlp.gate_proj")]
+    assert [r.count for r in notes] == [LAYERS]
+
+
+def test_the_same_pattern_matched_by_components_hits_nothing() -> None:
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": ["mlp.gate"]}
+    for name in ("sglang", "vllm"):
+        report = check("deep_gemm", stack(name, quantization_config=stored))
+        assert not _moe_like(report)
+        assert [n.code for n in report.notes if n.code.startswith("PG906")] == ["PG906 unused pattern"]
+
+
+def test_substrings_in_nemo_rl() -> None:
+    cfg = {"precision": "fp8", "quantization_ignored_layer_kws": ["mlp.gate", "mlp.up"]}
+    report = check("deep_gemm", stack("nemo_rl", policy={"generation": {"vllm_cfg": cfg}}))
+    assert _moe_like(report) == {"gate_proj", "up_proj"}
+
+
+def test_fp32_masters_against_bf16_rounded_ones() -> None:
+    report = check(stack("deep_gemm", weight_dtype="float32"), "deep_gemm")
+    assert [f.attributes for f in report.violations] == [("source",)] * len(MODULES)
+    assert {f.code for f in report.violations} == {"PG106 source dtype"}
+    assert all("cast the weights to bf16" in f.remedy for f in report.violations)
+
+
+def test_requantised_weights_and_the_power_of_two_default(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"})
+    report = check("deep_gemm", str(tmp_path))
+    weights = [f for f in report.violations if "requantize" in f.attributes]
+    assert {f.module for f in weights} == set(MODULES)
+    assert all(f.attributes == ("requantize",) for f in weights), "how the stored weights were rounded is not known"
+    activations = [f for f in report.violations if "scale_dtype" in f.attributes]
+    assert len(activations) == 4 * LAYERS
+    assert all("VLLM_USE_DEEP_GEMM_E8M0=0" in f.remedy for f in (*weights, *activations))
+    quiet = check("deep_gemm", str(tmp_path), {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
+    assert differing(quiet, weights=True) == set()
+    assert differing(quiet, weights=False) == _RULES
+
+
+def test_an_engine_in_another_dtype() -> None:
+    report = check("deep_gemm", stack("vllm", quantization="fp8_per_block", dtype="float16"))
+    assert "source" in differing(report, weights=False)
+
+
+def test_the_floor_of_a_variable_that_only_one_half_reads() -> None:
+    env = {"NVTE_FP8_BLOCK_AMAX_EPSILON": "1e-4", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    assert "amax_floor" not in differing(check("skyrl", "skyrl", env), weights=True)
+    unset = check("skyrl", "skyrl", {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
+    assert "amax_floor" in differing(unset, weights=True)
+
+
+def test_a_bf16_trainer_and_an_fp8_rollout_in_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "verl.yaml"
+    file.write_text("actor_rollout_ref:\n  actor: {strategy: fsdp}\n  rollout: {name: vllm, quantization: fp8}\n")
+    report = check(f"verl:{file}", f"verl:{file}")
+    assert len([f for f in report.violations if "rule.gemm" in f.attributes]) == len(MODULES)
+    file.write_text("actor_rollout_ref:\n  actor: {strategy: fsdp}\n  rollout: {name: vllm}\n")
+    assert check(f"verl:{file}", f"verl:{file}").ok
+
+
+def test_megatrons_layers_at_the_ends() -> None:
+    args = {"--fp8-format": "hybrid", "--fp8-recipe": "blockwise", "--first-last-layers-bf16": True}
+    report = check(stack("megatron", **args), "te")
+    assert len([f for f in report.violations if "rule.gemm" in f.attributes]) == len(MODULES)  # two layers, both ends
+    built = get("megatron").build(Request("train", MODULES, {**args, "num_layers_at_end_in_bf16": 0}))
+    assert set(built.recipe.select.skip) == {m for m in MODULES if ".0." in m}
+    assert built.recipe.linear.grad_output == Format("float8_e5m2", "1x128", "ue8m0", "max/amax", amax_floor=0.0)
+
+
+# ---------------------------------------------------------------------------------------- matching
+
+
+def test_how_each_stack_matches() -> None:
+    gate = "model.layers.0.mlp.gate_proj"
+    assert substring("mlp.gate", gate)
+    assert regex_or_glob("re:.*mlp.gate", gate)
+    assert not regex_or_glob("re:.*mlp\\.gate$", gate)
+    assert regex_or_glob("*gate_proj", gate)
+    assert not path("mlp.gate", gate)
+    assert path("mlp.gate_proj", gate)
+    assert exact(gate, gate)
+    assert not exact("gate_proj", gate)
+
+
+def test_layers_that_an_engine_fuses_are_left_out_together() -> None:
+    both = skips(["model.layers.0.mlp.gate_up_proj"], MODULES, exact)
+    assert set(both.by_module) == {f"model.layers.0.mlp.{leaf}_proj" for leaf in ("gate", "up")}
+    assert not both.accidental()
+    with pytest.raises(RecipeError, match="up_proj is not, but the engine runs them as one layer"):
+        skips(["model.layers.0.mlp.gate_proj"], MODULES, exact)
+
+
+# ------------------------------------------------------------------------------------- bad configs
+
+
+def checkpoint(folder: Path, quantization: Any) -> None:
+    data = {**config("llama").to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method 'awq' is not modelled"),
+        ({"quant_method": "fp8"}, "one scale a tensor"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "not two positive integers"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": "all"}, "write a list of strings"),
+    ],
+)
+def test_checkpoints_that_are_refused(tmp_path: Path, quantization: Any, message: str) -> None:
+    checkpoint(tmp_path, quantization)
+    with pytest.raises(PrecGraphError, match=message) as error:
+        check("te", str(tmp_path))
+    assert str(tmp_path) in str(error.value)
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    for name, text, message in (
+        ("a.yaml", "a: [", "is not valid YAML"), ("a.json", "{", "is not valid JSON"),
+        ("a.toml", "=", "is not valid TOML"), ("b.yaml", "- 1", "holds no table"),
+        ("a.txt", "", "is no configuration file"),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match=message):
+            parse(f"vllm:{tmp_path / name}")
+    with pytest.raises(InputError, match="cannot be read"):
+        parse("vllm:no.json")
+    with pytest.raises(RecipeError, match="neither 0 nor 1"):
+        check("te", "vllm", {"VLLM_USE_DEEP_GEMM_E8M0": "yes"})
+    with pytest.raises(RecipeError, match="no modelled option"):
+        check(stack("te", margin=1), "vllm")
+
+
+# ------------------------------------------------------------------------------------ command line
+
+
+def run(*args: object) -> Any:
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+def test_check_stacks_on_the_command_line(tmp_path: Path) -> None:
+    checkpoint(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    result = run("check", tmp_path, "--train", "te", "--infer", tmp_path, "--json", "-")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert data["stacks"]["train"]["stack"] == "transformer_engine"
+    assert data["stacks"]["infer"]["taken_from_the_other_side"][0] == "weight.scale_rule"
+    text = run("check", tmp_path, "--train", "te", "--infer", tmp_path).stdout
+    assert "not known, so taken from the other side" in text
+    assert "Not compared: norms" in text
+    assert run("check", tmp_path, "--train", "te", "--infer", "te").exit_code == 0
+
+
+def test_the_list_of_stacks() -> None:
+    data = json.loads(run("stacks", "--json").stdout)
+    assert [s["name"] for s in data["stacks"]] == list(STACKS)
+    vllm = data["stacks"][0]["rules"]["infer"]["weight"]
+    assert (vllm["requantize"], vllm["amax_floor"]) == ("ue8m0", 1e-4)
+    table = run("stacks").stdout
+    assert all(name in table for name in STACKS)
+    one = run("stacks", "vllm").stdout
+    assert "VLLM_USE_DEEP_GEMM_E8M0" in one
+    assert run("stacks", "vlm").exit_code == 2
+
+
+def test_rules_are_explained_without_torch() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom precgraph.cli import app\n"
+        "print(CliRunner().invoke(app, ['rule', 'PG106']).output)\n"
+        "print(sorted({'torch', 'transformers', 'networkx'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "PG106 source dtype" in done.stdout
+    assert "1388 of 65536 codes" in " ".join(done.stdout.split())
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_every_code_answers() -> None:
+    assert set(WHY) <= set(RULES)
+    codes = [rule.code for rule in RULES.values()]
+    assert len(codes) == len(set(codes))
+    for rule in RULES.values():
+        data = json.loads(run("rule", rule.code.partition(" ")[0], "--json").stdout)
+        assert data["what"] == rule.words
+        assert data["remedy"] == rule.remedy
+    unexplained = {k for k, r in RULES.items() if k not in WHY and r.code < "PG6"}
+    assert not unexplained
+    assert run("rule", "scale rule").exit_code == 0
+    assert "did you mean PG103?" in run("rule", "PG1103").stderr
+    assert len(json.loads(run("rule", "--json").stdout)["rules"]) == len(RULES)
+
+
+# ------------------------------------------------------------------------------ the stacks' own code
+
+SHAPES = [(1, 128), (256, 384), (128, 1024)]
+
+
+def _inputs(rows: int, columns: int) -> list[torch.Tensor]:
+    """bf16 of several sizes, with blocks of zeros and of tiny values."""
+    made = torch.Generator().manual_seed(rows * columns)
+    smooth = torch.randn(rows, columns, generator=made)
+    wild = smooth * 2.0 ** torch.randint(-30, 12, (rows, columns), generator=made)
+    holes = smooth.clone()
+    holes[:, :128] = 0
+    return [t.bfloat16().contiguous() for t in (smooth, wild, holes, smooth * 1e-13)]
+
+
+def _same(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, fmt: Format) -> None:
+    q = quantize(x, fmt)
+    assert torch.equal(q.scales, scales.float().reshape(q.scales.shape))
+    assert torch.equal(q.codes[: x.shape[0], : x.shape[1]].view(torch.uint8), codes.contiguous().view(torch.uint8))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None or importlib.util.find_spec("triton") is None,
+    reason="needs torchao, which needs triton to import its kernels (pip install torchao==0.18.0 triton)",
+)
+def test_torchaos_own_quantisers_give_our_bytes() -> None:
+    from torchao.prototype.blockwise_fp8_training import kernels
+
+    activation, weight = formats("torchao")
+    for rows, columns in SHAPES:
+        for x in _inputs(rows, columns):
+            _same(*kernels.torch_blockwise_scale_act_quant_lhs(x), x, activation)
+            if rows % 128 == 0:
+                _same(*kernels.torch_blockwise_scale_weight_quant(x), x, weight)
+
+
+@pytest.mark.vllm
+def test_vllms_own_quantisers_give_our_bytes() -> None:
+    deep_gemm = pytest.importorskip("vllm.utils.deep_gemm")
+    utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    cast = getattr(deep_gemm.per_block_cast_to_fp8, "_torchdynamo_orig_callable", deep_gemm.per_block_cast_to_fp8)
+    _, twice = formats("vllm", "infer")
+    _, once = formats("vllm", "infer", {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
+    for rows, columns in SHAPES[1:]:
+        for x in _inputs(rows, columns):
+            codes, scales = cast(x, [128, 128], False)
+            _same(codes, scales, x, once)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(deep_gemm, "per_block_cast_to_fp8", cast)
+                utils.requant_weight_ue8m0_inplace(codes, scales, (128, 128))
+            _same(codes, scales, x, twice)
+
+
+@pytest.mark.vllm
+def test_vllms_own_skip_lists_agree_with_ours() -> None:
+    theirs = pytest.importorskip("vllm.model_executor.layers.quantization.utils.quant_utils").is_layer_skipped
+    ignore = pytest.importorskip("vllm.model_executor.layers.quantization.compressed_tensors.utils").should_ignore_layer
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    wholes = {m.replace("gate_proj", "gate_up_proj").replace("q_proj", "qkv_proj") for m in MODULES}
+    wholes = {w for w in wholes if w.rpartition(".")[2] not in ("k_proj", "v_proj", "up_proj")}
+    lists = [
+        ["mlp.gate"], ["model.layers.0.mlp.gate_up_proj"], ["model.layers.1.self_attn.o_proj"], ["re:.*mlp.gate"],
+        ["re:.*mlp\\.gate$"], ["*.down_proj"], [f"model.layers.0.mlp.{leaf}_proj" for leaf in ("gate", "up")],
+    ]  # fmt: skip
+    for patterns in lists:
+        for matcher, answer in (
+            (exact, lambda w, p: theirs(w, p, fused)),
+            (regex_or_glob, lambda w, p: ignore(w, p, fused, use_fnmatch=True)),
+        ):
+            ours = skips(patterns, MODULES, matcher).by_module
+            for whole in wholes:
+                parent, _, leaf = whole.rpartition(".")
+                parts = [f"{parent}.{part}" for part in fused.get(leaf, [leaf])]
+                assert all(part in ours for part in parts) == answer(whole, patterns), (whole, patterns)

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import precgraph
-from precgraph.cli import check, digest, doctor, export, recipe, rule, show, stacks
+from precgraph.cli import audit, check, digest, doctor, export, recipe, rule, show, stacks
 from precgraph.cli.console import settings
 
 

@@ -1,0 +1,113 @@
+"""Reading a log of log-probabilities: names of several trainers, and errors that name the line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from precgraph.errors import InputError
+
+Array = NDArray[np.float64]
+NAMES: dict[str, tuple[str, ...]] = {
+    "token_ids": ("token_ids", "completion_ids", "responses", "response_ids"),
+    "rollout": ("rollout_logprobs", "rollout_log_probs", "sampling_per_token_logps", "generation_logprobs"),
+    "trainer": ("trainer_logprobs", "old_log_probs", "old_per_token_logps", "prev_logprobs"),
+    "scored_ids": ("trainer_token_ids", "scored_token_ids"),
+    "entropy": ("entropy", "entropies"),
+    "kept_mass": ("kept_mass",),
+    "mask": ("mask", "response_mask", "completion_mask"),
+    "version": ("version", "rollout_version", "weight_version"),
+    "trainer_version": ("trainer_version",),
+    "temperature": ("temperature",),
+    "top_p": ("top_p",), "top_k": ("top_k",), "min_p": ("min_p",), "id": ("id", "uid", "serial"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """One line of the log; token-wise arrays have one length, unless the trainer's differs."""
+
+    name: str
+    token_ids: list[int]
+    rollout: Array
+    trainer: Array
+    entropy: Array | None
+    kept_mass: Array | None
+    mask: NDArray[np.bool_]
+    scored_ids: list[int] | None
+    version: float | None
+    trainer_version: float | None
+    temperature: float | None
+    truncates: bool
+
+
+def read(path: Path) -> Iterator[Logged]:
+    """The sequences of a log, in order."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read: {error}", path=str(path), remedy="name a .jsonl file") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _sequence(line, f"{path}:{number}", number)
+
+
+def _sequence(line: str, where: str, number: int) -> Logged:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InputError(f"is not JSON: {error.msg}", path=where, remedy="write one object a line") from None
+    if not isinstance(data, dict):
+        raise InputError("is not an object", path=where, remedy="write one object a line")
+    rollout, trainer = (_array(data, key, where) for key in ("rollout", "trainer"))
+    ids = _get(data, "token_ids")
+    if rollout is None or trainer is None or not isinstance(ids, list):
+        raise InputError("lacks token_ids, rollout_logprobs or trainer_logprobs", path=where, remedy="log all three")
+    if len(ids) != len(rollout):
+        raise InputError(
+            f"has {len(ids)} token_ids and {len(rollout)} rollout_logprobs", path=where, remedy="log alike"
+        )
+    for name, values in (("rollout", rollout), ("trainer", trainer)):
+        if (values > 1e-3).any():
+            raise InputError(
+                f"{name} has a positive log-probability", path=where, remedy="log natural log-probabilities"
+            )
+    extra = {key: _array(data, key, where) for key in ("entropy", "kept_mass", "mask")}
+    for key, value in extra.items():
+        if value is not None and len(value) != len(rollout):
+            raise InputError(f"has {len(value)} {key} for {len(rollout)} tokens", path=where, remedy="log one a token")
+    mask = np.ones(len(rollout), bool) if extra["mask"] is None else extra["mask"] > 0
+    top_p, top_k, min_p = (_number(data, k) for k in ("top_p", "top_k", "min_p"))
+    return Logged(
+        str(_get(data, "id") if _get(data, "id") is not None else number), ids, rollout, trainer, extra["entropy"],
+        extra["kept_mass"], mask, _get(data, "scored_ids"), _number(data, "version"), _number(data, "trainer_version"),
+        _number(data, "temperature"),
+        (top_p or 1.0) < 1 or (top_k or 0) > 0 or (min_p or 0.0) > 0,
+    )  # fmt: skip
+
+
+def _get(data: Mapping[str, Any], key: str) -> Any:
+    return next((data[name] for name in NAMES[key] if name in data), None)
+
+
+def _number(data: Mapping[str, Any], key: str) -> float | None:
+    value = _get(data, key)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _array(data: Mapping[str, Any], key: str, where: str) -> Array | None:
+    """A list of numbers; None in it becomes NaN, a token without a value."""
+    value = _get(data, key)
+    if value is None:
+        return None
+    try:
+        return np.array([math.nan if v is None else float(v) for v in value], dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"{key} is not a list of numbers", path=where, remedy="log one number a token") from None

@@ -143,6 +143,62 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
+def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` greatest values of each row ``x [..., E]``, in descending order, and their places."""
+    values, index = torch.topk(x, k, dim=-1)
+    return values, index
+
+
+def row_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension, kept."""
+    return x.sum(-1, keepdim=True)
+
+
+def dispatched(index: Tensor, experts: int, slots: int) -> list[tuple[Tensor, Tensor]]:
+    """For each expert its places among the ``T·k`` choices of ``index [T, k]``, and the rows that they read.
+
+    ``slots`` choices in a row read one row. The order is that of transformers' eager experts: by slot, then by token.
+    """
+    chosen = index.t()
+    found = []
+    for expert in range(experts):
+        slot, token = torch.where(chosen == expert)
+        places = token * index.shape[1] + slot
+        found.append((places, places // slots))
+    return found
+
+
+def expert_linear(x: Tensor, weight: Tensor, index: Tensor, slots: int) -> Tensor:
+    """``y[i] = weight[e] @ x[i // slots]`` with ``e`` the i-th entry of ``index [T, k]``.
+
+    ``x [T·k / slots, K]``, ``weight [E, N, K]``, ``y [T·k, N]``.
+    """
+    y = x.new_empty(index.numel(), weight.shape[1])
+    for one, (places, rows) in zip(weight, dispatched(index, len(weight), slots), strict=True):
+        if len(places):
+            y[places] = F.linear(x[rows], one)
+    return y
+
+
+def combine(y: Tensor, scores: Tensor, index: Tensor) -> Tensor:
+    """Each token's expert outputs ``y [T·k, C]`` times ``scores [T, k]``, rounded, summed in order of the experts.
+
+    ``index [T, k]`` names the experts. Every sum is rounded to y's dtype, as by ``index_add_``: ``[T, C]``.
+    """
+    parts = (y.view(*scores.shape, -1) * scores.unsqueeze(-1)).to(y.dtype)
+    order = index.argsort(dim=-1, stable=True).unsqueeze(-1).expand_as(parts)
+    total = torch.zeros_like(parts[:, 0])
+    for part in parts.gather(1, order).unbind(1):
+        total = total + part
+    return total
+
+
+def quantize_dispatched(x: Tensor, index: Tensor, fmt: Format, experts: int, slots: int) -> list[QTensor | None]:
+    """The rows of each expert, in order of dispatch, quantised by ``fmt``; None for an expert without rows."""
+    rows = [sources for _, sources in dispatched(index, experts, slots)]
+    return [quantize_tensor(x[r], fmt) if len(r) else None for r in rows]
+
+
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     """torch's kernel for the activation of a gated unit."""
     functions: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
@@ -168,6 +224,31 @@ def linear_dgrad(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     """``dyᵀ @ x``: ``[N, K]``, summed over tokens."""
     return dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+
+
+def expert_dgrad(dy: Tensor, weight: Tensor, index: Tensor, slots: int) -> Tensor:
+    """``dx`` of :func:`expert_linear`; a row's parts are added from the last expert to the first, as by autograd."""
+    dx = dy.new_zeros(len(dy) // slots, weight.shape[2])
+    for one, (places, rows) in zip(weight.flip(0), dispatched(index, len(weight), slots)[::-1], strict=True):
+        dx[rows] += dy[places].mm(one)
+    return dx
+
+
+def expert_wgrad(dy: Tensor, x: Tensor, index: Tensor, experts: int, slots: int) -> Tensor:
+    """``dweight [E, N, K]`` of :func:`expert_linear`: per expert over its rows, zero without rows."""
+    rows = dispatched(index, experts, slots)
+    return torch.stack([dy[places].t().mm(x[sources]) for places, sources in rows])
+
+
+def combine_backward(dy: Tensor, y: Tensor, scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """``(dy_rows, dscores)`` of :func:`combine`."""
+    drows, dscores = vjp(combine, (y, scores, index), {}, (dy,), (0, 1))
+    return drows, dscores
+
+
+def top_k_backward(dy: Tensor, index: Tensor, width: int) -> Tensor:
+    """``dx [..., width]`` of :func:`top_k`: ``dy`` in its places, else zero."""
+    return dy.new_zeros(*dy.shape[:-1], width).scatter(-1, index, dy)
 
 
 def bias_grad(dy: Tensor) -> Tensor:
@@ -256,10 +337,11 @@ def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> tu
 
 FORWARD_OPS: tuple[Callable[..., Any], ...] = (
     embedding, linear, lm_head, rms_norm, wide_rms_norm, softcap, rope_table, rope, split_heads, merge_heads, attention,
-    activate, gated, add, quantize, cast,
+    activate, gated, add, quantize, cast, top_k, row_sum, expert_linear, combine, quantize_dispatched,
 )  # fmt: skip
 BACKWARD_OPS: tuple[Callable[..., Any], ...] = (
     linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, wide_rms_norm_backward,
-    softcap_backward, rope_backward, activate_backward, gated_backward, attention_backward, vjp, accumulate_grad,
+    softcap_backward, rope_backward, activate_backward, gated_backward, attention_backward,
+    expert_dgrad, expert_wgrad, combine_backward, top_k_backward, vjp, accumulate_grad,
 )  # fmt: skip
 OPS: dict[str, Callable[..., Any]] = {f.__name__: f for f in FORWARD_OPS + BACKWARD_OPS}

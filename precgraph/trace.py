@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from precgraph import experts
 from precgraph.attention import IMPLEMENTATION
 from precgraph.content import content
 from precgraph.errors import InputError, TraceError, UnsupportedModelError
+from precgraph.exported import WRAPPER, Differentiable, fake, module_path, pure_twin, require_pure
 from precgraph.formats import Format
 from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision, with_rules
 
-_WRAPPER = "model_"  # attribute under which the wrapper holds the traced module
 _DROPPED = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.alias.default")
 
 
@@ -128,21 +128,26 @@ def _explain(model: nn.Module, error: Exception) -> str:
 
 @contextmanager
 def _quiet(model: nn.Module) -> Iterator[None]:
-    """Attention opaque while tracing, and one mode: both are put back as they were.
+    """Attention and experts opaque while tracing, and one mode: all are put back as they were.
 
     A language model's config has said that nothing drops out, so it is traced as for inference. Any other module is
     traced as in training: what it would do there alone (dropout, batch statistics) must not go unseen.
     """
     training = {m: m.training for m in model.modules()}
     before = str(model.config._attn_implementation) if isinstance(model, PreTrainedModel) else ""
+    chosen = getattr(model.config, "_experts_implementation", None) if isinstance(model, PreTrainedModel) else None
     try:
         model.train(not isinstance(model, PreTrainedModel))
         if isinstance(model, PreTrainedModel):
             model.set_attn_implementation(IMPLEMENTATION)
+            if chosen is not None:
+                model.set_experts_implementation(experts.IMPLEMENTATION)
         yield
     finally:
         if isinstance(model, PreTrainedModel):
             model.set_attn_implementation(before)
+            if chosen is not None:
+                model.set_experts_implementation(chosen)
         for module, flag in training.items():
             module.training = flag
 
@@ -211,7 +216,7 @@ class _Builder:
         self.names = _Names(model)
         self.segment = "embed" if language_model else "model"
         self.stopped = False  # inside torch.no_grad()
-        self.differentiable = _Differentiable()
+        self.differentiable = Differentiable()
 
     def build(self) -> Trace:
         signature = self.program.graph_signature
@@ -248,6 +253,8 @@ class _Builder:
                 env[node] = self._inline(body, values, stopped=not node.args[0])
             elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
                 env[node] = env[node.args[0]][node.args[1]]
+            elif (pure := pure_twin(node)) is not None:  # readers of the old value come before, others get the new one
+                env[node] = env[node.args[0]] = self._call(node, env, pure)
             else:
                 env[node] = self._call(node, env)
 
@@ -262,7 +269,7 @@ class _Builder:
     def _input(self, node: fx.Node, attribute: str | None) -> fx.Node:
         if attribute is None:
             new = self.graph.placeholder(node.name)
-            role = "index" if not _fake(node).is_floating_point() else "activation"
+            role = "index" if not fake(node).is_floating_point() else "activation"
             return self._annotated(new, node, role=role)
         path = self._parameter(attribute)
         new = self.graph.create_node("get_attr", path)
@@ -271,7 +278,7 @@ class _Builder:
 
     def _parameter(self, attribute: str) -> str:
         """The canonical path of an exported attribute: the first of the names that share one tensor."""
-        path = attribute.removeprefix(_WRAPPER + ".")
+        path = attribute.removeprefix(WRAPPER + ".")
         value = self.names.tensors.get(path)
         if value is None:
             value = self.program.constants[attribute]
@@ -286,11 +293,13 @@ class _Builder:
         )  # fmt: skip
         return names[0]
 
-    def _call(self, node: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
-        _require_pure(node)
+    def _call(self, node: fx.Node, env: dict[fx.Node, Any], pure: Any = None) -> fx.Node:
+        if pure is None:
+            require_pure(node)
         new = self.graph.node_copy(node, lambda n: env[n])
+        new.target = pure or node.target
         new.meta.clear()
-        self._annotated(new, node, role="activation", module=_module_path(node))
+        self._annotated(new, node, role="activation", module=module_path(node))
         if self.stopped or not self.differentiable(node):
             new.meta["precision"] = with_rules(precision(new), gradient="stopped")
         return new
@@ -330,83 +339,6 @@ class _Names:
     def of(self, value: Tensor) -> list[str]:
         """Every name of one tensor."""
         return self._names[id(value)]
-
-
-class _Differentiable:
-    """Whether autograd has a derivative for an operator: tried out once per operator and kinds of arguments."""
-
-    def __init__(self) -> None:
-        self.known: dict[tuple[Any, ...], bool] = {}
-
-    def __call__(self, node: fx.Node) -> bool:
-        """False if no output requires a gradient although every floating-point argument does."""
-        if not isinstance(node.target, torch._ops.OpOverload):
-            return True
-        arguments = pytree.tree_leaves((node.args, node.kwargs))
-        kinds = (
-            _fake(a).dtype if _is_tensor(a) else a for a in arguments if _is_tensor(a) or isinstance(a, torch.dtype)
-        )
-        key = (node.target, *kinds)
-        if key not in self.known:
-            self.known[key] = self._try(node)
-        return self.known[key]
-
-    @staticmethod
-    def _try(node: fx.Node) -> bool:
-        args, kwargs = pytree.tree_map(_meta_argument, (list(node.args), dict(node.kwargs)))
-        try:
-            with torch.enable_grad():
-                results = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
-        except (NotImplementedError, RuntimeError):  # it has no meta kernel: assume what is true of almost all
-            return True
-        return any(isinstance(r, Tensor) and r.requires_grad for r in results)
-
-
-def _meta_argument(argument: Any) -> Any:
-    """An argument as it was in the traced call, tensors without data and requiring a gradient."""
-    if not isinstance(argument, fx.Node):
-        return argument
-    value = argument.meta["val"]
-    if not isinstance(value, Tensor):
-        return pytree.tree_map(_hint, value)
-    meta = torch.empty([_hint(d) for d in value.shape], dtype=value.dtype, device="meta")
-    return meta.requires_grad_(meta.is_floating_point())
-
-
-def _hint(size: Any) -> Any:
-    """The size that a symbolic one had in the traced call."""
-    return size.node.hint if isinstance(size, torch.SymInt) else size
-
-
-def _is_tensor(argument: Any) -> bool:
-    return isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), Tensor)
-
-
-def _require_pure(node: fx.Node) -> None:
-    """TraceError for an operator that writes into its arguments, UnsupportedModelError for one that draws numbers."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return
-    where = _module_path(node) or "the model"
-    if node.target._schema.is_mutable:
-        raise TraceError(
-            f"{node.target} writes into its argument, and nodes of a graph must not change each other's values",
-            path=where,
-            remedy="write it out of place, for example y = y * 2 or torch.where",
-        )
-    if torch.Tag.nondeterministic_seeded in node.target.tags:
-        raise UnsupportedModelError(f"{node.target} draws random numbers, which have no exact rollout", path=where)
-
-
-def _fake(node: fx.Node) -> Tensor:
-    value: Tensor = node.meta["val"]
-    return value
-
-
-def _module_path(node: fx.Node) -> str:
-    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
-    deepest = stack[-1] if stack else ""
-    path = "" if deepest.startswith("_empty") else deepest.removeprefix(_WRAPPER).removeprefix(".")
-    return re.sub(r"@\d+", "", path)
 
 
 def _tensor_spec(value: Tensor) -> TensorSpec:

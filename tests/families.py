@@ -20,6 +20,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -29,6 +31,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCABULARY = 997
@@ -78,6 +82,16 @@ _MORE: dict[str, tuple[type, Any, dict[str, Any]]] = {
         "hidden_size": 144, "intermediate_size": 224, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 40,
         "layer_types": ["sliding_attention", "full_attention"],
+    }),
+    # More experts than select.min_features, whose rows (gate and up: 192) end within a block.
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {
+        "hidden_size": 144, "moe_intermediate_size": 96, "intermediate_size": 224, "num_experts": 18,
+        "num_experts_per_tok": 3, "norm_topk_prob": True, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "mlp_only_layers": [1],
+    }),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {
+        "hidden_size": 128, "intermediate_size": 160, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2,
     }),
 }  # fmt: skip
 MORE_LMS = tuple(_MORE)  # in tests/test_more_families.py, which asks less of each than the shared tests

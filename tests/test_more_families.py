@@ -8,19 +8,23 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import precgraph
-from precgraph import Recipe
+from precgraph import Recipe, ops
 from precgraph.attention import IMPLEMENTATION
+from precgraph.formats import dequantize, quantize
 from precgraph.graph import op_name, precision
+from precgraph.lowering.reference import experts, gemm
 from precgraph.runtime.engine import Engine
 from precgraph.verify import check_inclusion
 from tests.families import MORE_LMS, causal_lm
 from tests.rollouts import mixed_params, prompts_of, worst_difference
-from tests.test_bf16_equals_huggingface import assert_same_gradients, step, tokens
+from tests.test_bf16_equals_huggingface import assert_same_gradients, step, tokens, vjp
 from tests.test_parity import Pair, assert_equal, make_pair, padded, scored, sequences, valid
 
 LENGTHS = (1, 7, 129)
+EXPERTS = ("qwen3_moe", "mixtral")
 
 
 @cache
@@ -34,6 +38,8 @@ def test_bf16_equals_huggingface(family: str) -> None:
     model = causal_lm(family).train()
     oracle: Any = copy.deepcopy(model)
     oracle.set_attn_implementation(IMPLEMENTATION)
+    if family in EXPERTS:
+        oracle.set_experts_implementation("eager")
     compiled = precgraph.compile(model, "train", Recipe.bf16())
     for rows, width in ((1, 1), (1, 17), (1, 130), (3, 9)):
         logits, loss, gradients = step(compiled, tokens(rows, width))
@@ -87,5 +93,149 @@ def test_every_forward_kernel_is_row_invariant(family: str) -> None:
     assert kept <= ELEMENTWISE | MOVES
 
 
-ELEMENTWISE = {"aten.mul.Tensor", "aten.to.dtype"}  # Gemma's scale of embeddings
+# Gemma's scale of embeddings, a router's probabilities, and what moves values.
+ELEMENTWISE = {"aten.mul.Tensor", "aten.to.dtype", "aten.div.Tensor", "aten.softmax.int"}
 MOVES = {"aten.slice.Tensor", "aten.chunk.default", "aten.transpose.int", "aten.view.default", "aten.reshape.default"}
+
+
+# ---------------------------------------------------------------------------------------- experts
+
+
+def experts_of(pair: Pair) -> dict[str, Any]:
+    """The packed weights of the experts, by path."""
+    packs = pair.actor.precgraph.store.packs
+    return {k.path: pack for k, pack in packs.items() if ".experts." in k.path}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_routers_stay_and_experts_are_quantised(family: str) -> None:
+    """A router by what it feeds, alike in all layers; with more experts than any shape rule would catch."""
+    graph = fp8(family).rollout.precgraph.graph
+    linears = [n for n in graph if op_name(n) in ("linear", "expert_linear")]
+    routers = [n for n in linears if precision(n).module.endswith("mlp.gate")]
+    moe_layers = {"qwen3_moe": 1, "mixtral": 2}[family]
+    assert len(routers) == moe_layers
+    for n in linears:
+        assert (precision(n).rule("gemm") == "plain") == (n in routers)
+    for n in routers:
+        assert precision(n).role == "router" and precision(n).note == "router: feeds a top-k"
+    experts = [precision(n).module for n in linears if op_name(n) == "expert_linear"]
+    assert len(experts) == 2 * moe_layers == len(set(experts)) and all("mlp.experts." in m for m in experts)
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_quantised_one_by_one(family: str) -> None:
+    pair = fp8(family)
+    for path, pack in experts_of(pair).items():
+        weight = pair.actor.get_parameter(path)
+        count, rows, columns = weight.shape
+        stored = pack.tensors()
+        assert stored["scales"].shape == (count, -(-rows // 128), -(-columns // 128))
+        for e in range(count):
+            alone = quantize(weight[e], Recipe.jet_rl().linear.weight)
+            assert torch.equal(stored["codes"][e].view(torch.uint8), alone.codes.view(torch.uint8))
+            assert torch.equal(stored["scales"][e], alone.scales)
+
+
+def test_a_sync_updates_experts() -> None:
+    """In place, to what a new model has."""
+    actor = precgraph.compile(causal_lm("mixtral", seed=0), "train")
+    other = causal_lm("mixtral", seed=1)
+    before = {
+        k.path: p.tensors()["codes"].data_ptr()
+        for k, p in actor.precgraph.store.packs.items()
+        if "codes" in p.tensors()
+    }
+    with torch.no_grad():
+        for name, parameter in actor.named_parameters():
+            parameter.copy_(other.get_parameter(name))
+    actor.sync()
+    ids = tokens(1, 40)
+    with torch.no_grad():
+        assert torch.equal(actor(ids).logits, precgraph.compile(other, "train")(ids).logits)
+    packs = actor.precgraph.store.packs
+    assert before == {k.path: p.tensors()["codes"].data_ptr() for k, p in packs.items() if "codes" in p.tensors()}
+
+
+def test_equal_scores_select_the_first() -> None:
+    scores = torch.tensor([[1.0, 1.0, 1.0, 0.0], [0.0, 2.0, 1.0, 2.0]])
+    for rows in (scores, scores.repeat(300, 1)):
+        values, index = experts.top_k(rows, 2)
+        assert index[:2].tolist() == [[0, 1], [1, 3]] and values[:2].tolist() == [[1.0, 1.0], [2.0, 2.0]]
+        assert torch.equal(index, index[:2].repeat(len(rows) // 2, 1))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_expert_gemms_against_float64(slots: int) -> None:
+    """All three GEMMs on dequantised operands; expert 4 gets no token, expert 0 more than a block of them."""
+    generator = torch.Generator().manual_seed(slots)
+    tokens_, k, count, rows, columns = 150, 3, 5, 192, 144
+    index = torch.stack(
+        [torch.tensor([0, 1 + t % 2, 3])[torch.randperm(3, generator=generator)] for t in range(tokens_)]
+    )
+    x = torch.randn(tokens_ * k // slots, columns, generator=generator).bfloat16()
+    dy = torch.randn(tokens_ * k, rows, generator=generator).bfloat16()
+    weight = torch.randn(count, rows, columns, generator=generator).bfloat16()
+    rule = Recipe.jet_rl().linear
+    pack = experts.Float64Experts.create(weight, rule.weight)
+    xq, dq = quantize(x, rule.activation), quantize(dy, rule.grad_output)
+    wide_x, wide_dy = dequantize(xq, torch.float32).double(), dequantize(dq, torch.float32).double()
+    wide_w = torch.stack([dequantize(quantize(w, rule.weight)).double() for w in weight])
+    flat, source = index.flatten(), torch.arange(tokens_ * k) // slots
+    y = experts.linear(gemm.fp8_linear)(xq, pack, index, slots)
+    close(y, torch.einsum("snk,sk->sn", wide_w[flat], wide_x[source]))
+    dx = experts.dgrad(gemm.fp8_dgrad)(dq, pack, index, slots)
+    close(dx, torch.zeros_like(wide_x).index_add(0, source, torch.einsum("snk,sn->sk", wide_w[flat], wide_dy)))
+    parts = [ops.quantize_dispatched(v, index, f, count, s) for v, f, s in (
+        (dy, rule.wgrad_grad_output, 1), (x, rule.wgrad_activation, slots))]  # fmt: skip
+    dweight = experts.fp8_wgrad(*parts, index, count, slots)
+    for e in range(count):
+        if parts[0][e] is None:
+            assert not dweight[e].any() and e == 4
+        else:
+            close(dweight[e], dequantize(parts[0][e]).double().t() @ dequantize(parts[1][e]).double())
+    plain = experts.Float32Experts.create(weight, None)
+    y = experts.linear(gemm.tiled_linear)(x, plain, index, slots)
+    close(y, torch.einsum("snk,sk->sn", weight.double()[flat], x.double()[source]))
+    dx = experts.dgrad(gemm.plain_dgrad)(dy, plain, index, slots)
+    close(
+        dx,
+        torch.zeros_like(wide_x).index_add(0, source, torch.einsum("snk,sn->sk", weight.double()[flat], dy.double())),
+    )
+    for e, (places, sources) in enumerate(ops.dispatched(index, count, slots)):
+        wanted = dy[places].double().t() @ x[sources].double()
+        close(experts.plain_wgrad(dy, x, index, count, slots)[e], wanted)
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """To bf16's rounding of the result and of the parts that it is a sum of."""
+    torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=2**-7 * float(wanted.abs().max()))
+
+
+class Normalised(nn.Module):
+    """Writes into a value of its own (``aliased``: one that has another name)."""
+
+    def __init__(self, aliased: bool) -> None:
+        super().__init__()
+        self.aliased = aliased
+        self.lin = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.lin(x).float()
+        z = y.transpose(1, 2) if self.aliased else y + 1
+        top = y if self.aliased else y * 2
+        top /= top.sum(-1, keepdim=True)
+        return top.to(x.dtype) + (z.transpose(1, 2) if self.aliased else z).to(x.dtype)
+
+
+def test_a_write_into_a_value_without_another_name() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 9, 32).bfloat16()
+    module = Normalised(aliased=False).bfloat16()
+    compiled = precgraph.compile(copy.deepcopy(module), "train", Recipe.bf16(), example_inputs=(x,))
+    (y, dx, gradients), (wanted_y, wanted_dx, wanted) = vjp(compiled, x), vjp(module, x)
+    assert torch.equal(y, wanted_y)
+    assert dx is not None and wanted_dx is not None and torch.equal(dx, wanted_dx)
+    assert_same_gradients(gradients, wanted)
+    with pytest.raises(precgraph.TraceError, match="writes into its argument"):
+        precgraph.compile(Normalised(aliased=True).bfloat16(), "train", example_inputs=(x,))

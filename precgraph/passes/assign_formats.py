@@ -33,7 +33,7 @@ _ROUTER_PATH = (
 
 def assign_formats(graph: PrecisionGraph, recipe: Recipe) -> PrecisionGraph:
     """Annotate every node by ``recipe``. Raises RecipeError if a skip pattern matches no linear layer."""
-    linears = [n for n in graph if is_call(n, ops.linear)]
+    linears = [n for n in graph if is_call(n, ops.linear, ops.expert_linear)]
     recipe.require_patterns_used(precision(n).module for n in linears)
     for node in graph:
         if node.op == "call_function":
@@ -45,7 +45,7 @@ def assign_formats(graph: PrecisionGraph, recipe: Recipe) -> PrecisionGraph:
 def _assign(node: fx.Node, recipe: Recipe) -> None:
     node.meta["precision"] = with_rules(precision(node), arithmetic=recipe.arithmetic)
     match op_name(node):
-        case "linear":
+        case "linear" | "expert_linear":
             _assign_linear(node, recipe)
         case "lm_head":
             _assign_head(node, recipe)
@@ -77,14 +77,14 @@ def _assign_linear(node: fx.Node, recipe: Recipe) -> None:
     if feeds_topk(node):
         annotate(node, role="router")
     quantized = recipe.linear.weight is not None and not kept
-    _rules(node, gemm="quantized" if quantized else "plain", bias="after_rounding")
+    _rules(node, gemm="quantized" if quantized else "plain", bias="aten" if recipe.arithmetic == "aten" else "after_rounding")
     if quantized:
         _set_dtype(node, recipe.linear.output)
 
 
 def _kept(node: fx.Node, recipe: Recipe) -> str:
     """Why a linear is not quantised, or an empty string."""
-    rows, columns = tensor(node.args[1]).shape  # type: ignore[arg-type]
+    rows, columns = tensor(node.args[1]).shape[-2:]  # type: ignore[arg-type]
     assert isinstance(rows, int) and isinstance(columns, int)
     if recipe.skips(precision(node).module):
         return "left out by select.skip"
@@ -100,7 +100,7 @@ def feeds_topk(node: fx.Node) -> bool:
     frontier = list(node.users)
     while frontier:
         user = frontier.pop()
-        if is_call(user, aten.topk.default):
+        if is_call(user, ops.top_k, aten.topk.default):
             return True
         if is_call(user, *_ROUTER_PATH):
             frontier.extend(user.users)

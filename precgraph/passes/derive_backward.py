@@ -266,6 +266,50 @@ def _softcap(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
     b.give(x, b.emit(ops.softcap_backward, (dy, x, cap), like=node, tensor=tensor(x), compute=compute))
 
 
+def _expert_linear(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    operand, weight, index, slots = node.args
+    rule = b.recipe.linear if precision(node).rule("gemm") == "quantized" else None
+    x, master = _source(operand), _source(weight)
+    accumulate = precision(node).accumulate
+    if x in b.needs:
+        left = b.quantize(dy, rule.grad_output if rule else None, node, "gradient")
+        args = (left, weight, index, slots)
+        b.give(x, b.emit(ops.expert_dgrad, args, like=node, tensor=tensor(x), accumulate=accumulate))
+    if master in b.needs:
+        experts = tensor(master).shape[0]
+        right, saved = dy, x
+        if rule and rule.wgrad_activation and rule.wgrad_grad_output:
+            with b.graph.inserting_after(operand):  # type: ignore[arg-type]
+                saved = _dispatched(b, x, node, rule.wgrad_activation, slots, role="saved")
+            right = _dispatched(b, dy, node, rule.wgrad_grad_output, 1, role="gradient", phase="backward")
+        args = (right, saved, index, experts, slots)  # type: ignore[assignment]
+        grad = b.emit(
+            ops.expert_wgrad, args, like=node, tensor=tensor(master), role="weight_gradient", accumulate=accumulate
+        )
+        b.give(master, grad)
+
+
+def _dispatched(b: _Backward, value: fx.Node, node: fx.Node, fmt: Format, slots: Any, **changes: Any) -> fx.Node:
+    """WGrad's operand: each expert's rows, quantised along its own tokens."""
+    arithmetic = tuple(r for r in precision(node).rules if r[0] == "arithmetic")
+    args = (value, node.args[2], fmt, tensor(_source(node.args[1])).shape[0], slots)
+    base = {"rules": arithmetic, "fusion": None, "note": "", "compute": "float32", "accumulate": None, "format": fmt}
+    return emit(b.graph, ops.quantize_dispatched, args, like=node, tensor=tensor(value), **{**base, **changes})
+
+
+def _combine(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    call = b.emit(ops.combine_backward, (dy, *node.args), like=node, tensor=None)
+    b.give_parts(call, list(node.args[:2]), like=node)
+
+
+def _top_k(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    x = node.args[0]
+    assert isinstance(x, fx.Node)
+    index = next(u for u in node.users if is_call(u, operator.getitem) and u.args[1] == 1)
+    args = (dy, index, tensor(x).shape[-1])
+    b.give(x, b.emit(ops.top_k_backward, args, like=node, tensor=tensor(x)))
+
+
 def _rope(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
     x, cos, sin = node.args
     assert isinstance(x, fx.Node)
@@ -314,7 +358,7 @@ def _no_gradient(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
 RULES: dict[Any, Rule] = {
     ops.embedding: _embedding, ops.linear: _linear, ops.lm_head: _lm_head, ops.rope: _rope,
     ops.rms_norm: _norm(ops.rms_norm_backward), ops.wide_rms_norm: _norm(ops.wide_rms_norm_backward),
-    ops.softcap: _softcap,
+    ops.softcap: _softcap, ops.expert_linear: _expert_linear, ops.combine: _combine, ops.top_k: _top_k,
     ops.attention: _attention, ops.activate: _activate, ops.gated: _gated, ops.add: _add, ops.split_heads: _split_heads,
     ops.rope_table: _no_gradient,
 }  # fmt: skip

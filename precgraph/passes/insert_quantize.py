@@ -10,7 +10,7 @@ from torch import fx
 
 from precgraph import ops
 from precgraph.formats import Format
-from precgraph.graph import PrecisionGraph, precision
+from precgraph.graph import PrecisionGraph, precision, with_rules
 from precgraph.passes.rewrite import emit, is_call
 from precgraph.recipe import Recipe
 
@@ -20,9 +20,9 @@ def insert_quantize(graph: PrecisionGraph, recipe: Recipe) -> PrecisionGraph:
     rule = recipe.linear
     made: dict[tuple[fx.Node, Format], fx.Node] = {}
     for node in list(graph):
-        if not is_call(node, ops.linear) or precision(node).rule("gemm") != "quantized":
+        if not is_call(node, ops.linear, ops.expert_linear) or precision(node).rule("gemm") != "quantized":
             continue
-        x, weight, bias = node.args
+        x, weight, *rest = node.args
         assert isinstance(x, fx.Node) and isinstance(weight, fx.Node) and rule.activation and rule.weight
         with graph.graph.inserting_before(node):
             if (x, rule.activation) not in made:
@@ -33,8 +33,15 @@ def insert_quantize(graph: PrecisionGraph, recipe: Recipe) -> PrecisionGraph:
                 made[weight, rule.weight] = quantizer(
                     graph.graph, weight, rule.weight, like=node, role="weight", phase="refresh"
                 )
-        node.args = (made[x, rule.activation], made[weight, rule.weight], bias)
+                if is_call(node, ops.expert_linear):
+                    _in_slices(made[weight, rule.weight])
+        node.args = (made[x, rule.activation], made[weight, rule.weight], *rest)
     return graph
+
+
+def _in_slices(node: fx.Node) -> None:
+    """A stack of weights is quantised slice by slice: no block has rows of two experts."""
+    node.meta["precision"] = with_rules(precision(node), slices="apart")
 
 
 def quantizer(

@@ -14,11 +14,12 @@ import torch
 from torch import fx
 
 from precgraph import ops
-from precgraph.graph import PrecisionGraph, annotate, arguments, output_node, precision, tensor
-from precgraph.passes.rewrite import closed, emit, is_call
+from precgraph.errors import UnsupportedModelError
+from precgraph.graph import PrecisionGraph, annotate, arguments, op_name, output_node, precision, tensor
+from precgraph.passes.raise_experts import EXPERT_RULES
+from precgraph.passes.rewrite import Rule, closed, emit, is_call
 
 aten = torch.ops.aten
-Rule = Callable[[fx.Graph, Any], fx.Node | None]  # fx types arguments too loosely to match on
 
 
 def raise_ops(graph: PrecisionGraph) -> PrecisionGraph:
@@ -55,6 +56,17 @@ def cancel_transposes(graph: fx.Graph, node: Any) -> fx.Node | None:
         return None
     source: fx.Node = inner.args[0]
     return source if _same_gradient(source, inner, node) else None
+
+
+def infer_size(graph: fx.Graph, node: Any) -> fx.Node | None:
+    """``view(x, [1, size(ids, 1), C]) -> view(x, [1, -1, C])``: the one size that is computed follows from the rest."""
+    if not is_call(node, aten.view.default, aten.reshape.default):
+        return None
+    shape = node.args[1]
+    if -1 in shape or sum(isinstance(s, fx.Node) for s in shape) != 1:
+        return None
+    inferred = [-1 if isinstance(s, fx.Node) else s for s in shape]
+    return emit(graph, node.target, (node.args[0], inferred), like=node)
 
 
 def split_heads(graph: fx.Graph, node: Any) -> fx.Node | None:
@@ -231,7 +243,9 @@ def _table_source(node: Any) -> tuple[Any, ...] | None:
     if not is_call(trig, aten.cos.default, aten.sin.default) or not isinstance(scaling, float | int):
         return None
     cat = trig.args[0]
-    if not is_call(cat, aten.cat.default) or cat.args[1:] != (-1,) or cat.args[0][0] is not cat.args[0][1]:
+    if not is_call(cat, aten.cat.default) or cat.args[1:] != (-1,) or len(cat.args[0]) != 2:
+        return None
+    if cat.args[0][0] is not cat.args[0][1] or tensor(cat).dtype != "float32":
         return None
     factors = _product(cat.args[0][0])
     if factors is None:
@@ -256,10 +270,10 @@ def _product(node: Any) -> tuple[Any, Any] | None:
 
 def _strip(node: Any) -> fx.Node:
     """Below the casts to fp32, unsqueezes and expansions of the frequency product."""
-    while is_call(
-        node, aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.unsqueeze.default, aten._to_copy.default,
-        aten.expand.default,
-    ):  # fmt: skip
+    casts = (aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten._to_copy.default)
+    while is_call(node, aten.unsqueeze.default, aten.expand.default) or (
+        is_call(node, *casts) and tensor(node).dtype == "float32"
+    ):
         node = node.args[0]
     found: fx.Node = node
     return found
@@ -343,8 +357,8 @@ def add(graph: fx.Graph, node: Any) -> fx.Node | None:
 
 
 RULES: tuple[Rule, ...] = (
-    embedding, linear, rms_norm, wide_rms_norm, norm_of_transposed, softcap, rope_table, merge_heads, split_heads,
-    drop_empty, rope, cancel_transposes, attention, activate, gated, add,
+    embedding, linear, rms_norm, wide_rms_norm, norm_of_transposed, softcap, rope_table, merge_heads, infer_size,
+    split_heads, drop_empty, rope, cancel_transposes, attention, activate, gated, add, *EXPERT_RULES,
 )  # fmt: skip
 
 
@@ -363,8 +377,14 @@ def _raise_head(graph: PrecisionGraph) -> None:
     result: Any = output.args[0]
     capped = is_call(result, ops.softcap) and len(result.args[0].users) == 1
     node = result.args[0] if capped else result
-    if is_call(node, ops.linear):
-        node.target = ops.lm_head
-        annotate(node, role="logits")
-        annotate(result, role="logits")
-        output.meta.update(precision=precision(result), tensor=tensor(result))
+    if not is_call(node, ops.linear):
+        raise UnsupportedModelError(
+            f"the logits are made by {op_name(result)}, not by a linear layer, so the recipe's [lm_head] would apply to "
+            "nothing",
+            path=precision(result).module or None,
+            remedy="a family needs a rule in precgraph/passes/raise_ops.py that says what follows its lm_head",
+        )
+    node.target = ops.lm_head
+    annotate(node, role="logits")
+    annotate(result, role="logits")
+    output.meta.update(precision=precision(result), tensor=tensor(result))

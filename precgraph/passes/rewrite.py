@@ -11,6 +11,8 @@ from torch import fx
 from precgraph.formats import Format
 from precgraph.graph import Precision, TensorSpec, precision
 
+Rule = Callable[[fx.Graph, Any], fx.Node | None]  # fx types arguments too loosely to match on
+
 
 def is_call(value: Any, *targets: Callable[..., Any]) -> bool:
     """Whether ``value`` is a node that calls one of ``targets``."""

@@ -12,6 +12,7 @@ from precgraph.graph import PrecisionGraph, precision, tensor
 from precgraph.passes.rewrite import is_call
 
 Check = Callable[[fx.Node], bool]
+_QUANTIZERS = (ops.quantize, ops.quantize_dispatched)
 
 
 def _annotated(node: fx.Node) -> bool:
@@ -24,19 +25,19 @@ def _plain_format_matches_dtype(node: fx.Node) -> bool:
 
 
 def _quantizer_states_its_format(node: fx.Node) -> bool:
-    return not is_call(node, ops.quantize) or precision(node).format == node.args[1]
+    return not is_call(node, *_QUANTIZERS) or precision(node).format in node.args
 
 
 def _only_quantizers_make_codes(node: fx.Node) -> bool:
-    return is_call(node, ops.quantize) or not precision(node).format.is_quantized
+    return is_call(node, *_QUANTIZERS) or not precision(node).format.is_quantized
 
 
 def _nothing_is_quantized_twice(node: fx.Node) -> bool:
-    return not (is_call(node, ops.quantize) and is_call(node.args[0], ops.quantize))
+    return not (is_call(node, *_QUANTIZERS) and is_call(node.args[0], *_QUANTIZERS))
 
 
 def _quantized_linear_reads_codes(node: fx.Node) -> bool:
-    if not is_call(node, ops.linear):
+    if not is_call(node, ops.linear, ops.expert_linear):
         return True
     operands = [precision(a).format.is_quantized for a in node.args[:2] if isinstance(a, fx.Node)]
     return operands in ([True, True], [False, False])

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from precgraph import ops
 from precgraph.formats import Format
 from precgraph.graph import precision
-from precgraph.lowering.reference import elementwise, gemm
+from precgraph.lowering.reference import elementwise, experts, gemm
 from precgraph.lowering.reference.attention import attend, attend_packed_backward
 from precgraph.lowering.registry import Kernel, Serves, register
 from precgraph.runtime.contexts import AttentionContext, PackedContext
@@ -89,7 +89,7 @@ def _fp8(blocks: Blocks, *, exact: bool) -> Serves:
 
     def serves(node: fx.Node) -> bool:
         pairs = list(zip(_formats(node.args[0]), _formats(node.args[1]), strict=True))
-        if not _exact(node) or precision(node).accumulate != "float32":
+        if not _exact(node) or not _sums_in_fp32(node, "bfloat16"):
             return False
         if not all(a.is_quantized and b.is_quantized and blocks(a.block, b.block) for a, b in pairs):
             return False
@@ -106,13 +106,31 @@ def _formats(operand: Any) -> list[Format]:
     return [precision(n).format for n in (operand if isinstance(operand, list | tuple) else [operand])]
 
 
+def _slices(node: fx.Node) -> bool:
+    return precision(node).rule("slices") == "apart"
+
+
+def _whole(node: fx.Node) -> bool:
+    return not _slices(node)
+
+
 def _plain_operands(node: fx.Node) -> bool:
     formats = _operands(node)[:2]
-    return _exact(node) and not any(f.is_quantized for f in formats) and precision(node).accumulate == "float32"
+    return _exact(node) and not any(f.is_quantized for f in formats) and _sums_in_fp32(node, "bfloat16")
+
+
+def _sums_in_fp32(node: fx.Node, output: str) -> bool:
+    """Products summed in fp32, the result rounded to ``output``."""
+    return precision(node).accumulate == "float32" and precision(node).format.dtype == output
 
 
 def _linear_aten(node: fx.Node) -> bool:
-    return _aten(node) and not any(f.is_quantized for f in _operands(node))
+    formats = _operands(node)
+    return _aten(node) and not any(f.is_quantized for f in formats) and _sums_in_fp32(node, formats[0].dtype)
+
+
+def _head_aten(node: fx.Node) -> bool:
+    return _linear_aten(node) and precision(node).compute == _operands(node)[0].dtype
 
 
 def _head(node: fx.Node) -> bool:
@@ -176,7 +194,9 @@ register(
     _upstream(ops.rope_table, _any, row_invariant=True),
     _upstream(ops.rope, _bf16_rope, row_invariant=True),
     _upstream(ops.rope_backward, _bf16_rope, row_invariant=True),
-    _reference(ops.quantize, ops.quantize, _any, "v1"),
+    _reference(ops.quantize, ops.quantize, _whole, "v1"),
+    _reference(ops.quantize, experts.quantize_slices, _slices, "v1_slices"),
+    _reference(ops.quantize_dispatched, ops.quantize_dispatched, _any, "v1", row_invariant=False),
     # GEMMs
     _reference(ops.linear, gemm.fp8_linear, _fp8(_along_columns, exact=True), "fp8_exact_groups",
                pack=gemm.Float64Weight),
@@ -192,10 +212,29 @@ register(
     _reference(ops.linear_wgrad, gemm.plain_wgrad, _plain_operands, "fp32", **_BACKWARD),
     _reference(ops.bias_grad, gemm.bias_grad, _exact, "fp32", **_BACKWARD),
     _upstream(ops.linear, _linear_aten),
-    _upstream(ops.lm_head, _linear_aten),
+    _upstream(ops.lm_head, _head_aten),
     _upstream(ops.linear_dgrad, _linear_aten),
     _upstream(ops.linear_wgrad, _linear_aten),
     _upstream(ops.bias_grad),
+    # experts
+    _reference(ops.expert_linear, experts.linear(gemm.fp8_linear), _fp8(_along_columns, exact=True),
+               "fp8_exact_groups", pack=experts.Float64Experts),
+    _reference(ops.expert_dgrad, experts.dgrad(gemm.fp8_dgrad), _fp8(_along_rows_of_weight, exact=True),
+               "fp8_exact_groups", pack=experts.Float64Experts, **_BACKWARD),
+    _reference(ops.expert_wgrad, experts.fp8_wgrad, _fp8(_along_tokens, exact=True), "fp8_exact_groups", **_BACKWARD),
+    _reference(ops.expert_linear, experts.linear(gemm.tiled_linear), _plain_operands, "tiles16",
+               pack=experts.Float32Experts),
+    _reference(ops.expert_dgrad, experts.dgrad(gemm.plain_dgrad), _plain_operands, "fp32",
+               pack=experts.Float32Experts, **_BACKWARD),
+    _reference(ops.expert_wgrad, experts.plain_wgrad, _plain_operands, "fp32", **_BACKWARD),
+    _upstream(ops.expert_linear, _linear_aten), _upstream(ops.expert_dgrad, _linear_aten),
+    _upstream(ops.expert_wgrad, _linear_aten),
+    _upstream(ops.combine, _any, row_invariant=True),
+    _reference(ops.combine_backward, experts.combine_backward, _exact, "pieces512", **_BACKWARD),
+    _upstream(ops.combine_backward),
+    _reference(ops.top_k, experts.top_k, _exact, "first_of_equals"), _upstream(ops.top_k),
+    _upstream(ops.top_k_backward, _any),
+    _reference(ops.row_sum, experts.row_sum, _exact, "pieces512"), _upstream(ops.row_sum),
     # around them
     _reference(ops.rms_norm, elementwise.rms_norm, _norm("pieces512", _exact), "pieces512"),
     _reference(ops.rms_norm_backward, elementwise.rms_norm_backward, _norm("pieces512", _exact), "pieces512",
@@ -218,7 +257,8 @@ register(
     _reference(ops.activate_backward, elementwise.activate_backward, _computes("float32"), "composed"),
     _reference(ops.gated, elementwise.gated, _computes("float32"), "composed"),
     _reference(ops.gated_backward, elementwise.gated_backward, _computes("float32"), "composed"),
-    _upstream(ops.activate), _upstream(ops.activate_backward), _upstream(ops.gated), _upstream(ops.gated_backward),
+    _upstream(ops.activate, _computes("float32", _aten)), _upstream(ops.activate_backward, _computes("float32", _aten)),
+    _upstream(ops.gated, _computes("float32", _aten)), _upstream(ops.gated_backward, _computes("float32", _aten)),
     _reference(ops.attention, attention, _attention, "tiles", context=True),
     _reference(ops.attention_backward, attention_backward, _attention, "fp32", context=True, **_BACKWARD),
 )  # fmt: skip

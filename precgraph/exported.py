@@ -1,0 +1,119 @@
+"""What the trace asks about nodes of an exported program: module, derivative, and writes."""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from precgraph.errors import TraceError, UnsupportedModelError
+
+WRAPPER = "model_"  # attribute under which the wrapper holds the traced module
+
+
+class Differentiable:
+    """Whether autograd has a derivative for an operator: tried out once per operator and kinds of arguments."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Any, ...], bool] = {}
+
+    def __call__(self, node: fx.Node) -> bool:
+        """False if no output requires a gradient although every floating-point argument does."""
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return True
+        arguments = pytree.tree_leaves((node.args, node.kwargs))
+        kinds = (fake(a).dtype if is_tensor(a) else a for a in arguments if is_tensor(a) or isinstance(a, torch.dtype))
+        key = (node.target, *kinds)
+        if key not in self.known:
+            self.known[key] = self._try(node)
+        return self.known[key]
+
+    @staticmethod
+    def _try(node: fx.Node) -> bool:
+        args, kwargs = pytree.tree_map(_meta_argument, (list(node.args), dict(node.kwargs)))
+        try:
+            with torch.enable_grad():
+                results = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]
+        except (NotImplementedError, RuntimeError):  # it has no meta kernel: assume what is true of almost all
+            return True
+        return any(isinstance(r, Tensor) and r.requires_grad for r in results)
+
+
+def _meta_argument(argument: Any) -> Any:
+    """An argument as it was in the traced call, tensors without data and requiring a gradient."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    value = argument.meta["val"]
+    if not isinstance(value, Tensor):
+        return pytree.tree_map(_hint, value)
+    meta = torch.empty([_hint(d) for d in value.shape], dtype=value.dtype, device="meta")
+    return meta.requires_grad_(meta.is_floating_point())
+
+
+def _hint(size: Any) -> Any:
+    """The size that a symbolic one had in the traced call."""
+    return size.node.hint if isinstance(size, torch.SymInt) else size
+
+
+def is_tensor(argument: Any) -> bool:
+    return isinstance(argument, fx.Node) and isinstance(argument.meta.get("val"), Tensor)
+
+
+def pure_twin(node: fx.Node) -> Any:
+    """The operator without a write that stands for ``node``, which writes into a value that has no other name.
+
+    That value is an operator's own result, no view of anything, and nothing is a view of it; None for any other node.
+    """
+    target, name = node.target, str(node.target)
+    if not isinstance(target, torch._ops.OpOverload) or not name.partition(".")[2].partition(".")[0].endswith("_"):
+        return None
+    written = node.args[0]
+    if not isinstance(written, fx.Node) or not is_tensor(written) or fake(written).dtype != fake(node).dtype:
+        return None
+    made = written.args[0] if written.target is operator.getitem else written
+    aliases = [u for u in written.users if u is not node and (u.target is operator.getitem or _makes_views(u))]
+    if not isinstance(made, fx.Node) or made.op != "call_function" or _makes_views(made) or aliases:
+        return None
+    namespace, base, overload = name.split(".")
+    twin = getattr(getattr(torch.ops, namespace), base.removesuffix("_"), None)
+    return getattr(twin, overload, None)
+
+
+def _makes_views(node: fx.Node) -> bool:
+    """Whether a result may share its storage with an argument; an operator that is not torch's counts as such."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.op == "call_function"
+    if node.target in (torch.ops.aten.to.dtype, torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default):
+        return True
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+
+
+def require_pure(node: fx.Node) -> None:
+    """TraceError for an operator that writes into its arguments, UnsupportedModelError for one that draws numbers."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    where = module_path(node) or "the model"
+    if node.target._schema.is_mutable:
+        raise TraceError(
+            f"{node.target} writes into its argument, and nodes of a graph must not change each other's values",
+            path=where,
+            remedy="write it out of place, for example y = y * 2 or torch.where",
+        )
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        raise UnsupportedModelError(f"{node.target} draws random numbers, which have no exact rollout", path=where)
+
+
+def fake(node: fx.Node) -> Tensor:
+    value: Tensor = node.meta["val"]
+    return value
+
+
+def module_path(node: fx.Node) -> str:
+    stack = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+    deepest = stack[-1] if stack else ""
+    path = "" if deepest.startswith("_empty") else deepest.removeprefix(WRAPPER).removeprefix(".")
+    return re.sub(r"@\d+", "", path)

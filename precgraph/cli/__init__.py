@@ -55,6 +55,7 @@ for command in (
     show.show,
     digest.digest,
     export.export,
+    audit.audit,
     doctor.doctor,
     recipe.recipe,
     rule.rule,

@@ -1,7 +1,8 @@
 """SkyRL: Megatron trains; weights are quantised in SkyRL for vLLM ("serialized_blockwise").
 
-Read in its serialized FP8 weight sync of 2026 (``SerializedFp8Config``, ``blockwise_cast_to_fp8``): the floor is
-NVTE_FP8_BLOCK_AMAX_EPSILON, but at least 1e-10, where the trainer's is the variable itself.
+Read in ``skyrl/backends/skyrl_train/weight_sync/serialized_fp8.py`` (2026, ``SerializedFp8Config`` and
+``blockwise_cast_to_fp8``): the floor is NVTE_FP8_BLOCK_AMAX_EPSILON, but at least 1e-10, where the trainer's is the
+variable itself.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ STACK = Stack(
     name="skyrl",
     title="SkyRL (Megatron + vLLM)",
     version="main of 2026",
-    sources=("skyrl's serialized FP8 weight sync", *transformer_engine.STACK.sources, *vllm.STACK.sources),
+    sources=(
+        "skyrl/backends/skyrl_train/weight_sync/serialized_fp8.py",
+        *transformer_engine.STACK.sources,
+        *vllm.STACK.sources,
+    ),
     switches={
         "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "default 1 in SkyRL: fp32 scales on both sides",
         _EPSILON: "floor of the trainer's amax, default 0; the rollout's is at least 1e-10",

@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 an assertion on a metric was broken, 2 could not run, 130 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from transformers.utils.logging import disable_progress_bar
 
 from precgraph.errors import PrecGraphError
 from trainer.config import Config, load
@@ -200,9 +200,7 @@ def _fork_records(source: Path, target: Path, step: int) -> None:
 
 def guarded(command: Callable[[], Any]) -> int:
     """Run a command; errors that have a name become one line and an exit code."""
-    # Set before transformers is imported: its bars would run through the trainer's own.
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    disable_progress_bar()  # of loading and saving weights: they would run through the trainer's own
     try:
         command()
     except InterruptedRunError as error:

@@ -154,7 +154,10 @@ def _adamw(groups: list[dict[str, Any]], table: OptimizerTable) -> torch.optim.O
     options: dict[str, Any] = {"lr": table.lr, "betas": (table.beta1, table.beta2), "eps": table.eps}
     if table.states == "8bit":
         return _eight_bit(groups, options, rounded=table.masters == "bf16")
-    return torch.optim.AdamW(groups, **options) if table.masters == "fp32" else StochasticAdamW(groups, **options)
+    if table.masters == "bf16":
+        return StochasticAdamW(groups, **options)
+    # Unlike the default on CUDA, the fused update needs no copies of all tensors.
+    return torch.optim.AdamW(groups, **options, fused=groups[0]["params"][0].is_cuda)
 
 
 def _eight_bit(groups: list[dict[str, Any]], options: dict[str, Any], *, rounded: bool) -> torch.optim.Optimizer:

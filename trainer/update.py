@@ -150,7 +150,7 @@ class Updater:
         lengths = [len(s.tokens) for s in samples]
         each = loss.token_weights(lengths, list(counted), table.aggregation, self.config.rollout.max_tokens)
         weights = torch.tensor(each, dtype=torch.float32, device=self.device)
-        if not order:
+        if not any(each[i] for i in order):
             sums.skipped += 1
             return
         for micro in self._micro_batches(samples, order):
@@ -158,8 +158,8 @@ class Updater:
             new, entropy = self._logprobs(self.pair.actor, micro)
             # Not known: with one optimiser step a rollout, and where the rollout gave none. Then the ratio is 1.
             old = torch.where(tokens.old[at].isnan(), new.detach(), tokens.old[at])
-            fresh = tokens.trainer[at].isnan() & torch.tensor(sums.steps == 0, device=self.device)
-            tokens.trainer[at] = torch.where(fresh, new.detach(), tokens.trainer[at])
+            if sums.steps == 0:  # still the weights that sampled
+                tokens.trainer[at] = torch.where(tokens.trainer[at].isnan(), new.detach(), tokens.trainer[at])
             tokens.entropy[at] = torch.where(tokens.entropy[at].isnan(), entropy, tokens.entropy[at])
             names, local = micro.sequence.unique_consecutive(return_inverse=True)
             importance, masked = loss.correction(
@@ -173,10 +173,11 @@ class Updater:
             sums.add(terms, importance, masked)
             result.computed["update"] = result.computed.get("update", 0) + micro.ids.shape[1]
         done = self.optimizer.step()
-        start = time.perf_counter()
+        start = self._now()
         self.pair.actor.sync()
-        result.seconds["sync"] = result.seconds.get("sync", 0.0) + time.perf_counter() - start
-        result.seconds["update"] = result.seconds.get("update", 0.0) - (time.perf_counter() - start)
+        spent = self._now() - start
+        for phase, seconds in (("sync", spent), ("update", -spent)):
+            result.seconds[phase] = result.seconds.get(phase, 0.0) + seconds
         sums.steps += 1
         sums.last = done
 
@@ -210,11 +211,15 @@ class Updater:
     @contextmanager
     def _timed(self, result: Result, phase: str, note: Note) -> Iterator[None]:
         note(phase)
-        start = time.perf_counter()
+        start = self._now()
         yield
+        result.seconds[phase] = result.seconds.get(phase, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        """Seconds, once the device has done what it was given."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        result.seconds[phase] = result.seconds.get(phase, 0.0) + time.perf_counter() - start
+        return time.perf_counter()
 
 
 @dataclass

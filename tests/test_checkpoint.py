@@ -299,7 +299,7 @@ def test_the_command(tmp_path: Path, llama: Path) -> None:
     result = CliRunner().invoke(app, ["export", str(llama / "masters"), "-o", str(tmp_path / "out"), "--json"])
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
-    assert (data["quantized"], data["files"]) == (14, 1)
+    assert (data["quantized"], data["files"], data["ragged"]) == (14, 1, 14)
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (llama / "fp8" / "model.safetensors").read_bytes()
     again = CliRunner().invoke(app, ["export", str(llama / "masters"), "-o", str(tmp_path / "out")])
     assert again.exit_code == 2 and "exists already" in again.stderr

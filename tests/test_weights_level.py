@@ -278,6 +278,22 @@ def test_the_command(masters: Path, exported: Path, tmp_path: Path) -> None:
     assert broken.exit_code == 2 and "not a whole safetensors file" in broken.stderr
 
 
+def test_a_stack_may_be_the_training_side(masters: Path, tmp_path: Path) -> None:
+    """What DeepGEMM's casts would make is consistent with that stack, and not with the default recipe."""
+    recipe = Recipe.jet_rl()
+    weight = rule(amax_floor=1e-4, divide="reciprocal")
+    export(masters, replace(recipe, linear=replace(recipe.linear, weight=weight)), tmp_path / "fp8")
+
+    def run(train: str) -> Any:
+        return CliRunner().invoke(
+            app, ["check", str(masters), "--level", "weights", "--train", train, "--infer", str(tmp_path / "fp8")]
+        )
+
+    assert run("jet_rl").exit_code == 1
+    shown = run("deep_gemm")
+    assert shown.exit_code == 0, shown.output
+
+
 @pytest.mark.slow
 def test_every_fault_in_smollm2(smollm2: PreTrainedModel, tmp_path: Path) -> None:
     """A real model, whose 576 and 192 rows are not whole blocks: one fault a layer, and all other weights are right."""

@@ -35,13 +35,18 @@ Step = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: how many tensors in FP8 and in the model's dtype, files and bytes."""
+    """What was written: how many tensors in FP8 and in the model's dtype, files and bytes.
+
+    ``ragged`` counts the FP8 weights that end within a block. transformers 5.19 takes the size of a block to be rows /
+    blocks when it dequantises them on a machine without a GPU, which is then an error or wrong (192 rows in 2 blocks).
+    """
 
     folder: Path
     quantized: int
     kept: int
     shards: int
     nbytes: int
+    ragged: int
 
 
 def export(
@@ -68,13 +73,13 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        result = _write(source, selection, recipe, temporary, step)
+        counts = _write(source, selection, recipe, temporary, step)
         os.rename(temporary, final)
         _flush(final.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return Exported(final, *result)
+    return Exported(final, *counts, ragged=_ragged(selection))
 
 
 # ------------------------------------------------------------------------------------------ source
@@ -155,6 +160,12 @@ def _require_served(selection: Selection) -> None:
                     "them apart",
                     path=module, remedy=f"add {module!r} to select.skip too",
                 )  # fmt: skip
+
+
+def _ragged(selection: Selection) -> int:
+    block = selection.format.block
+    shapes = [selection.shapes[name] for name in selection.quantized]
+    return sum(any(size > b and size % b for size, b in zip(shape, block, strict=True)) for shape in shapes)
 
 
 # ------------------------------------------------------------------------------------------- write

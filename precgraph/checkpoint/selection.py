@@ -15,7 +15,7 @@ from precgraph.passes.assign_formats import assign_formats
 from precgraph.passes.raise_ops import raise_ops
 from precgraph.passes.rewrite import is_call
 from precgraph.recipe import Recipe
-from precgraph.trace import trace
+from precgraph.trace import Trace, trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Selection:
     tied: dict[str, str]
 
 
-def select(model: nn.Module, recipe: Recipe) -> Selection:
-    """Trace a model (its weights are not read), unless it is compiled, and ask the recipe.
+def select(model: nn.Module, recipe: Recipe, traced: Trace | None = None) -> Selection:
+    """Trace a model (its weights are not read), unless it is ``traced`` or compiled, and ask the recipe.
 
     RecipeError if the recipe quantises none of its weights.
     """
@@ -45,7 +45,8 @@ def select(model: nn.Module, recipe: Recipe) -> Selection:
             f"the recipe {recipe.name!r} quantises no weights", remedy="use one that does, such as jet_rl"
         )
     compiled = getattr(model, "precgraph", None)
-    traced = trace(model) if compiled is None else compiled.trace
+    if traced is None:
+        traced = trace(model) if compiled is None else compiled.trace
     graph = assign_formats(raise_ops(traced.graph.copy()), recipe)
     quantized, kept = set(), {}
     for node in graph:

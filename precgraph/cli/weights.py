@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
 from precgraph.cli.console import console, progress, write_json
-from precgraph.cli.model import load_recipe
 
 SCHEMA = 1
 
 
 def check_bytes(masters: str, train: str, infer: str, json_to: str | None) -> int:
-    """Compare the checkpoint ``infer`` with what the recipe ``train`` makes of ``masters``; the exit code."""
+    """Compare the checkpoint ``infer`` with what ``train`` makes of ``masters``; the exit code."""
     with progress() as step:
-        step("reading the recipe")
-        recipe = load_recipe(train)
         step("starting torch")
         from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, select
         from precgraph.loading import load_config_model
+        from precgraph.recipe import Recipe
+        from precgraph.stacks.pair import Side, linear_modules, parse, resolve
+        from precgraph.trace import trace
         from precgraph.verify.weights import check_weights, default_threads
 
+        side = parse(train)
         step("reading names and shapes")
         ours, theirs = Checkpoint(masters), Fp8Checkpoint(infer)
         step("asking the recipe which layers are quantised")
-        selection = select(load_config_model(masters), recipe)
+        model = load_config_model(masters)
+        traced = trace(model)
+        recipe = resolve(side, Side("jet_rl", Recipe.jet_rl()), linear_modules(traced.graph), os.environ)[0].recipe
+        selection = select(model, recipe, traced)
         start = time.perf_counter()
         report = check_weights(ours, theirs, selection, threads=default_threads(), step=step)
         seconds = time.perf_counter() - start

@@ -69,14 +69,17 @@ def test_doctor_exact_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         return selftest.Probe("counting", "id.2", "8", lambda a, b: (torch.arange(b - a),))
 
     monkeypatch.setattr(selftest, "PROBES", (exact,))
-    assert run("doctor", "--exact").exit_code == 0
+    result = run("doctor", "--exact")
+    assert result.exit_code == 0
+    assert "reference kernels on the CPU: no row depends on another" in " ".join(result.stdout.split())
+    assert "exact:" not in result.stdout  # what a GPU would run was not tested
     monkeypatch.setattr(selftest, "PROBES", (exact, by_position_in_the_batch))
     result = run("doctor", "--exact", "--json")
     assert result.exit_code == 1
     outcomes = json.loads(result.stdout)["exact"]
     assert [o["ok"] for o in outcomes] == [True, True, False, False]  # one and several threads each
     assert outcomes[2]["failure"] == "rows 37-37 alone differ from 300 rows at once in 1 numbers"
-    assert "not exact" in run("doctor", "--exact").stdout
+    assert "not fine" in run("doctor", "--exact").stdout
 
 
 @pytest.mark.parametrize("make", selftest.PROBES)

@@ -13,6 +13,8 @@ import precgraph
 from precgraph import Recipe
 from precgraph.errors import InputError, StaleWeightsError, SyncError
 from precgraph.runtime.compiled import build_lowered
+from precgraph.runtime.contexts import PackedContext
+from precgraph.runtime.runner import Runner
 from precgraph.runtime.vllm.sync import Entry, Manifest, Receiver, describe, fingerprint, policy
 from precgraph.runtime.vllm.weights import RolloutStore, skeleton, wire
 from precgraph.trace import trace
@@ -65,6 +67,15 @@ def rollout_store(name: str, recipe: Recipe, **changes: Any) -> RolloutStore:
     return RolloutStore(traced, program, torch.device("cpu"))
 
 
+def logits(store: RolloutStore, ids: Tensor) -> Tensor:
+    """What the rollout program gives on a store, one sequence."""
+    runner = Runner(store.program, store)
+    values = {"input_ids": ids, "position_ids": torch.arange(ids.shape[1])[None]}
+    with torch.no_grad():
+        result: Tensor = runner.run({**values, "context": PackedContext((0, ids.shape[1]))}, store.program.outputs)[0]
+    return result[0]
+
+
 def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(_bytes(a[n]), _bytes(b[n])) for n in a)
 
@@ -101,15 +112,23 @@ def _both(model: Any) -> tuple[Any, Any]:
     return model.precgraph.store, model.precgraph.runner.program
 
 
-def test_installing_copies_bytes() -> None:
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_installing_copies_bytes(family: str) -> None:
     """What arrives is installed as it is, not quantised again: codes that no weight would give survive."""
-    store = rollout_store("qwen3", Recipe.jet_rl())
-    store.load(causal_lm("qwen3").state_dict().items())
-    _, tensors = policy(precgraph.compile(causal_lm("qwen3", seed=5), "train"))
-    tensors = {n: t.clone() for n, t in tensors.items()}
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name + "_scale_inv"] *= 1.37
+    store = rollout_store(family, Recipe.jet_rl())
+    store.load(causal_lm(family).state_dict().items())
+    actor = precgraph.compile(causal_lm(family, seed=5), "train")
+    _, tensors = policy(actor)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        wanted = actor(input_ids=ids).logits
     places = store.addresses()
+    store.install(tensors, 8)
+    assert torch.equal(logits(store, ids), wanted[0])
+    tensors = {n: t.clone() for n, t in tensors.items()}
+    for name in tensors:
+        if name.endswith("_scale_inv"):
+            tensors[name] *= 1.37
     store.install(tensors, 9)
     assert store.version == 9 and store.addresses() == places
     assert equal(wire(store, store.program), tensors)

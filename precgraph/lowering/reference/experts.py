@@ -50,6 +50,11 @@ class Float64Experts:
         for part, one in zip(self.parts, master, strict=True):
             part.update(one)
 
+    def refill(self) -> None:
+        """Remake the float64 copies after codes were written into :meth:`tensors`."""
+        for part in self.parts:
+            part.refill()
+
     def tensors(self) -> dict[str, Tensor]:
         return {"codes": self.quantized.codes, "scales": self.quantized.scales}
 

@@ -141,10 +141,10 @@ class RolloutStore(WeightStore):
 
 
 def _install(pack: Pack, codes: Tensor, scales: Tensor) -> None:
-    """Write codes ``[N, K]`` and their scales into a pack, whose padding stays zero. FP8 is moved as bytes."""
+    """Write codes ``[..., N, K]`` and their scales into a pack, whose padding stays zero. FP8 is moved as bytes."""
     stored = pack.tensors()
-    rows, columns = codes.shape
-    stored["codes"].view(torch.uint8)[:rows, :columns].copy_(codes.view(torch.uint8))
+    rows, columns = codes.shape[-2:]
+    stored["codes"].view(torch.uint8)[..., :rows, :columns].copy_(codes.view(torch.uint8))
     stored["scales"].copy_(scales)
     refill = getattr(pack, "refill", None)  # what a layout keeps besides, such as float64 copies
     if refill is not None:
@@ -168,8 +168,8 @@ def wire(store: WeightStore, program: Program) -> dict[str, Tensor]:
     for key in sorted(program.packs, key=str):
         if key.format is not None:
             pack = store.packs[key].tensors()
-            rows, columns = store.masters[key.path].shape
-            tensors[key.path] = pack["codes"][:rows, :columns].contiguous()
+            rows, columns = store.masters[key.path].shape[-2:]
+            tensors[key.path] = pack["codes"][..., :rows, :columns].contiguous()
             tensors[key.path + SCALES] = pack["scales"].contiguous()
     return tensors
 

@@ -103,7 +103,8 @@ class PrecisionGraph:
     """One program: ``mode`` is ``raw`` (as traced), ``train`` or ``infer``; ``passes`` lists what has been applied.
 
     ``parameters`` are the tensors that parameter nodes read, by their canonical path; ``family`` is the model's class;
-    ``causal_lm`` says that the inputs are ``input_ids`` and ``position_ids`` and the output logits.
+    ``causal_lm`` says that the inputs are ``input_ids`` and ``position_ids`` and the output logits. ``libraries`` are
+    names and versions of the code behind the forward's kernels, sorted; lowering sets them.
     """
 
     graph: fx.Graph
@@ -113,6 +114,7 @@ class PrecisionGraph:
     causal_lm: bool = False
     recipe: dict[str, Any] | None = None
     passes: list[str] = field(default_factory=list)
+    libraries: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[fx.Node]:
         return iter(self.graph.nodes)
@@ -167,7 +169,8 @@ class PrecisionGraph:
         return graph_from_json(data)
 
     def digest(self) -> str:
-        """sha256 over the canonical *forward* program: operators, attributes, formats, rules and numerics ids.
+        """sha256 over the canonical *forward* program: operators, attributes, formats, rules and numerics ids, the
+        values of buffers and constants, and, once lowered, the versions of the code that runs it.
 
         Only what the output depends on counts, in an order that follows from the edges alone: node names, layouts and
         what a training graph adds (saved copies, the backward) do not, so both programs of one policy have one digest.
@@ -178,11 +181,12 @@ class PrecisionGraph:
         for name in _post_order(records, output_node(self.graph).name):
             r, p = records[name], records[name].precision
             order[name] = len(order)
+            content = self.parameters[r.parameter].content if r.parameter is not None else ""
             rows.append([
                 r.op, [[place, order[producer]] for place, producer in r.operands], dict(r.attributes), r.parameter,
-                str(r.tensor), p.role, p.format.to_dict(), p.compute, p.accumulate, dict(p.rules), p.numerics,
+                content, str(r.tensor), p.role, p.format.to_dict(), p.compute, p.accumulate, dict(p.rules), p.numerics,
             ])  # fmt: skip
-        return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([rows, self.libraries], sort_keys=True).encode()).hexdigest()
 
 
 def _post_order(records: Mapping[str, Record], root: str) -> Iterator[str]:

@@ -75,6 +75,7 @@ def graph_to_json(graph: PrecisionGraph) -> dict[str, Any]:
         "causal_lm": graph.causal_lm,
         "recipe": graph.recipe,
         "passes": list(graph.passes),
+        "libraries": list(graph.libraries),
         "parameters": {path: _plain(asdict(p)) for path, p in graph.parameters.items()},
         "nodes": [_node_to_json(node) for node in graph],
     }
@@ -152,6 +153,7 @@ def graph_from_json(data: Mapping[str, Any]) -> PrecisionGraph:
         graph.causal_lm = _typed(data["causal_lm"], bool)
         graph.recipe = None if data["recipe"] is None else dict(_typed(data["recipe"], Mapping))  # type: ignore[type-abstract]
         graph.passes = [_typed(p, str) for p in data["passes"]]
+        graph.libraries = tuple(_typed(v, str) for v in data["libraries"])
         nodes = _typed(data["nodes"], list)
         for path, p in data["parameters"].items():
             graph.parameters[path] = _read_parameter(p)

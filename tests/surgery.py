@@ -47,7 +47,7 @@ def lowered(*graphs: PrecisionGraph) -> bool:
     except LoweringError:
         return False
     for graph, copy in zip(graphs, copies, strict=True):
-        graph.graph, graph.passes = copy.graph, copy.passes
+        graph.graph, graph.passes, graph.libraries = copy.graph, copy.passes, copy.libraries
     return True
 
 

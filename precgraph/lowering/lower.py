@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
 
-from precgraph.graph import PrecisionGraph, annotate
-from precgraph.lowering.registry import Kernel, backends, select
+import torch
+from torch import Tensor, fx
+
+import precgraph
+from precgraph.graph import PrecisionGraph, annotate, output_node
+from precgraph.lowering.registry import AUTO, Kernel, backends, select
+
+
+def target(tensors: Iterable[Tensor]) -> torch.device:
+    """The device to lower a model of these tensors for: theirs, or on meta the GPU if there is one, else the CPU."""
+    device = next((t.device for t in tensors), torch.device("cpu"))
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def backend_name(backend: str, device: torch.device) -> str:
+    """The backend that ``auto`` means on ``device``, or the one that was asked for by name."""
+    return AUTO.get(device.type, "reference") if backend == "auto" else backend
 
 
 def lower(graph: PrecisionGraph, backend: str, device: torch.device) -> PrecisionGraph:
@@ -20,7 +37,22 @@ def lower(graph: PrecisionGraph, backend: str, device: torch.device) -> Precisio
             node.meta["kernel"] = kernel
             annotate(node, numerics=kernel.numerics)
     graph.passes.append("lower")
+    graph.libraries = _libraries(graph)
     return graph
+
+
+def _libraries(graph: PrecisionGraph) -> tuple[str, ...]:
+    """Names and versions of what computes the forward; the backward's kernels are no part of a policy."""
+    found = {f"precgraph {precgraph.__version__}", f"torch {torch.__version__}"}
+    seen: set[fx.Node] = set()
+    stack = [output_node(graph.graph)]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(node.all_input_nodes)
+            found.add(node.meta["kernel"].library if "kernel" in node.meta else "")
+    return tuple(sorted(found - {""}))
 
 
 def kernels(graph: PrecisionGraph) -> dict[str, Kernel]:

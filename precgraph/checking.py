@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from precgraph.errors import CheckError, InputError
 from precgraph.graph import PrecisionGraph
-from precgraph.lowering.lower import lower
+from precgraph.lowering.lower import lower, target
 from precgraph.passes.pipeline import build
 from precgraph.recipe import Recipe
 from precgraph.runtime.compiled import Compiled
@@ -31,12 +31,13 @@ def check(
     """Compare the rollout's program with the training forward, node by node; no weights are read.
 
     Each side is a compiled model, a :class:`~precgraph.PrecisionGraph`, or a plain model, which is traced and lowered
-    with its recipe (default :meth:`Recipe.jet_rl`) on ``backend``. Without ``infer``, the rollout is that of ``train``
-    itself. ``example_inputs`` are needed for plain models that are not causal language models.
+    with its recipe (default :meth:`Recipe.jet_rl`) on ``backend``, for its own device, or this machine's if it has no
+    values (meta device). Without ``infer``, the rollout is that of ``train`` itself. ``example_inputs`` are needed for
+    plain models that are not causal language models.
 
-    Returns a report with ``ok``, ``violations``, ``notes`` and ``str(report)``. Raises CheckError for two programs
-    that are not a training and a rollout program, InputError for a recipe beside a side that already has one, and
-    what :func:`precgraph.compile` raises.
+    Returns a report with ``ok``, ``violations``, ``not_proved``, ``notes`` and ``str(report)``. Raises CheckError for
+    two programs that are not a training and a rollout program, or of which only one is lowered; InputError for a recipe
+    beside a side that already has one; and what :func:`precgraph.compile` raises.
     """
     traces: dict[int, Trace] = {}
 
@@ -61,9 +62,15 @@ def check(
     )
 
 
-def lowered(traced: Trace, mode: str, recipe: Recipe, backend: str = "auto") -> PrecisionGraph:
-    """The lowered graph of one mode (``train`` or ``infer``), its well-formedness checked after each pass."""
-    device = next((t.device for t in traced.tensors.values()), torch.device("cpu"))
+def lowered(
+    traced: Trace, mode: str, recipe: Recipe, backend: str = "auto", device: torch.device | None = None
+) -> PrecisionGraph:
+    """The lowered graph of one mode (``train`` or ``infer``), its well-formedness checked after each pass.
+
+    ``device``: what it is to run on; by default the traced model's, and for a model on the meta device the GPU if
+    there is one, else the CPU.
+    """
+    device = device or target(traced.tensors.values())
     return lower(build(traced.graph, mode, recipe, check=True), backend, device)
 
 

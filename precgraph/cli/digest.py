@@ -20,7 +20,8 @@ def digest(
 ) -> None:
     """Print the digest of the forward program: what trainer and engine compare before the first token.
 
-    It covers operators, formats, numeric rules, parameter paths and the numerics ids of the chosen kernels.
+    It covers operators, formats, numeric rules, parameter paths, values of buffers, and the numerics ids and versions
+    of the chosen kernels: those for this machine's GPU, or for its CPU if there is none.
     """
     choose("--mode", mode, ("train", "infer"))
     with progress() as step:
@@ -28,10 +29,15 @@ def digest(
         rules = load_recipe(recipe)
         traced = trace_model(model, step)
         from precgraph.checking import lowered
+        from precgraph.lowering.lower import backend_name, target
 
+        device = target(traced.tensors.values())
         step(f"building the {mode} program")
-        value = lowered(traced, mode, rules, backend).digest()
+        value = lowered(traced, mode, rules, backend, device).digest()
     if as_json:
-        write_json({"schema": 1, "model": model, "mode": mode, "recipe": rules.to_dict(), "digest": value})
+        write_json({
+            "schema": 1, "model": model, "mode": mode, "backend": backend_name(backend, device), "device": device.type,
+            "recipe": rules.to_dict(), "digest": value,
+        })  # fmt: skip
     else:
         typer.echo(value)

@@ -76,7 +76,7 @@ def _stages(
     traced: Trace, mode: str, recipe: Recipe, backend: str, after: str
 ) -> tuple[PrecisionGraph | None, PrecisionGraph]:
     """The graph before and after a pass; nothing comes before the trace."""
-    from precgraph.lowering.lower import lower
+    from precgraph.lowering.lower import lower, target
     from precgraph.passes.pipeline import passes_for
     from precgraph.passes.spec import check_spec
 
@@ -93,8 +93,7 @@ def _stages(
         if name == after:
             return before, graph
     before = graph.copy()
-    device = next(iter(traced.tensors.values())).device
-    return before, lower(graph, backend, device)
+    return before, lower(graph, backend, target(traced.tensors.values()))
 
 
 def _difference(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -22,6 +23,7 @@ from precgraph import PrecisionGraph, Recipe, TraceError
 from precgraph.cli import app
 from precgraph.cli.model import trace_model
 from precgraph.cli.show import _pass_names
+from precgraph.lowering import lower as lowering
 from tests.families import CAUSAL_LMS, config, meta_lm
 from tests.test_loading import BAD_CONFIGS
 
@@ -132,8 +134,9 @@ def test_the_attention_is_registered_however_precgraph_is_reached(code: str) -> 
 
 @pytest.mark.parametrize("name", CAUSAL_LMS)
 def test_families_are_consistent(name: str, model: Callable[[str], Path]) -> None:
-    result = run("check", model(name), "--level", "graph")
+    result = run("check", model(name), "--level", "graph", "--backend", "reference")
     assert result.exit_code == 0, result.output
+    assert "backend reference for" in result.stdout
     assert "consistent: the rollout's program is inside the training forward" in result.stdout
     assert "14 of 14 linear layers quantised" in result.stdout
     assert "reference.linear.fp8_exact_groups" in result.stdout
@@ -175,8 +178,8 @@ def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
     assert "inconsistent" in result.stdout  # people still get their table
     data = json.loads(target.read_text())
     assert list(data) == [
-        "schema", "model", "family", "level", "backend", "recipes", "stacks", "digests", "compared", "ok", "violations",
-        "notes",
+        "schema", "model", "family", "level", "backend", "device", "recipes", "stacks", "digests", "compared", "ok",
+        "violations", "not_proved", "notes",
     ]  # fmt: skip
     assert data["schema"] == 1
     assert data["family"] == "LlamaForCausalLM"
@@ -195,6 +198,35 @@ def test_stdout_is_nothing_but_json_in_a_process_of_its_own(llama: Path) -> None
     assert done.returncode == 0
     assert json.loads(done.stdout)["ok"] is True
     assert done.stderr == ""
+
+
+def test_the_device_is_this_machines(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    data = json.loads(run("check", llama, "--json", "-").stdout)
+    assert (data["backend"], data["device"]) == ("reference", "cpu")
+    for command in ("check", "digest", "show"):
+        result = run(command, llama, "--backend", "deep_gemm")  # its modules, or the CPU, are in the way
+        assert_error(result)
+        assert "meta" not in result.stderr
+    data = json.loads(run("digest", llama, "--json").stdout)
+    assert (data["backend"], data["device"]) == ("reference", "cpu")
+
+
+def test_what_is_not_proved_is_said(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(node: Any, *rest: Any) -> Any:
+        kernel = choose(node, *rest)
+        return dataclasses.replace(kernel, row_invariant=None) if kernel.op == "gated" else kernel
+
+    choose = lowering.select
+    monkeypatch.setattr(lowering, "select", unknown)
+    result = run("check", llama, "--json", "-")
+    assert result.exit_code == 0
+    data = json.loads(result.stdout)
+    assert data["notes"] == []
+    assert [f["code"] for f in data["not_proved"]] == ["PG902 row invariance"] * 2
+    text = " ".join(run("check", llama).stdout.split())
+    assert "Not proved" in text
+    assert "training forward, but for 2 points that are not proved" in text
 
 
 # --------------------------------------------------------------------------------------- bad input
@@ -393,7 +425,7 @@ def test_digests(llama: Path, tmp_path: Path) -> None:
     assert floor != train
     assert backward == train  # the digest is of the forward
     data = json.loads(run("digest", llama, "--json").stdout)
-    assert list(data) == ["schema", "model", "mode", "recipe", "digest"]
+    assert list(data) == ["schema", "model", "mode", "backend", "device", "recipe", "digest"]
     assert data["digest"] == train
 
 

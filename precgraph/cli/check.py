@@ -56,14 +56,16 @@ def check(
         traced = trace_model(model, step)
         from precgraph.checking import check as compare
         from precgraph.checking import lowered
+        from precgraph.lowering.lower import backend_name, target
 
+        device = target(traced.tensors.values())
         layers = linear_modules(traced.graph) if any(side.stack for side in named) else ()
         sides = resolve(*named, layers, os.environ)
         recipes = sides[0].recipe, sides[1].recipe
         step("building the training program")
-        train_graph = lowered(traced, "train", recipes[0], backend)
+        train_graph = lowered(traced, "train", recipes[0], backend, device)
         step("building the rollout program")
-        infer_graph = lowered(traced, "infer", recipes[1], backend)
+        infer_graph = lowered(traced, "infer", recipes[1], backend, device)
         step("comparing")
         report = explain(compare(train_graph, infer_graph), *sides)
         summary = {
@@ -71,7 +73,8 @@ def check(
             "model": model,
             "family": traced.graph.family,
             "level": level,
-            "backend": backend,
+            "backend": backend_name(backend, device),
+            "device": device.type,
             "recipes": {"train": recipes[0].to_dict(), "infer": recipes[1].to_dict()},
             "stacks": {"train": sides[0].to_json(), "infer": sides[1].to_json()},
             "digests": {"train": train_graph.digest(), "infer": infer_graph.digest()},
@@ -87,7 +90,7 @@ def check(
 
 def _outcome(report: Report) -> dict[str, Any]:
     data = report.to_json()
-    return {key: data[key] for key in ("ok", "violations", "notes")}
+    return {key: data[key] for key in ("ok", "violations", "not_proved", "notes")}
 
 
 def _compared(report: Report, infer: PrecisionGraph) -> dict[str, Any]:
@@ -111,7 +114,7 @@ def _print(summary: dict[str, Any], report: Report, train: str, infer: str) -> N
     out.print(f"[bold]{summary['family']}[/]  training: {train}, rollout: {infer}, level {summary['level']}")
     out.print(
         f"{compared['nodes']} nodes compared, {compared['quantized_linears']} of {compared['linears']} linear layers "
-        f"quantised, backend {summary['backend']}"
+        f"quantised, backend {summary['backend']} for {summary['device']}"
     )
     _print_stacks(summary["stacks"])
     out.print(_kernel_table(compared["kernels"]))
@@ -124,6 +127,8 @@ def _print(summary: dict[str, Any], report: Report, train: str, infer: str) -> N
                 "Notes: nothing that the rollout's numbers depend on", [r for r in rows if not r.violation], "yellow"
             )
         )
+    if report.not_proved:
+        out.print(_findings("Not proved: what the rollout's numbers may depend on", report.open_rows(), "yellow"))
     out.print(_verdict(report))
 
 
@@ -146,7 +151,9 @@ def _print_stacks(stacks: dict[str, Any]) -> None:
 
 def _verdict(report: Report) -> str:
     if report.ok:
-        return "[bold green]consistent:[/] the rollout's program is inside the training forward"
+        open_points = len(report.not_proved)
+        but = f", but for {open_points} points that are not proved" if open_points else ""
+        return f"[bold green]consistent:[/] the rollout's program is inside the training forward{but}"
     causes, inherited = len(report.violations), sum(f.inherited for f in report.violations)
     return (
         f"[bold red]inconsistent:[/] {causes} root {'cause' if causes == 1 else 'causes'}; "

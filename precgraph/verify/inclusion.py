@@ -36,7 +36,8 @@ def check_inclusion(train: PrecisionGraph, infer: PrecisionGraph) -> Report:
     """Compare the forward of ``infer`` with the forward inside ``train``, and their backwards where both have one.
 
     What only the training graph has (saved copies, the backward) is allowed; a difference that touches only the
-    backward is a note. CheckError: there is nothing to compare. Linear in the number of nodes and edges.
+    backward is a note; what the graphs cannot decide is in ``not_proved``. CheckError: there is nothing to compare, or
+    only one graph is lowered. Linear in the number of nodes and edges.
     """
     return _Check(train, infer).run()
 
@@ -47,8 +48,15 @@ class _Check:
         self.train, self.infer = Program(train, "training"), Program(infer, "rollout")
         canonicalise(self.train, self.infer)
         self.alignment = Alignment()
-        self.kernels = self.train.is_lowered and self.infer.is_lowered
+        if self.train.is_lowered != self.infer.is_lowered:
+            which = "training" if self.train.is_lowered else "rollout"
+            raise CheckError(
+                f"only the {which} graph is lowered, so kernels cannot be compared", remedy=RULES["not_lowered"].remedy
+            )
+        self.kernels = self.train.is_lowered
         self.forward, self.train_forward = set(self.infer.forward), set(self.train.forward)
+        self.differing: dict[str, dict[str, Difference]] = {}  # rollout node -> what is reported of it
+        self.following: dict[str, dict[str, Difference]] = {}  # what differs there because an operand does
         self.owner_i: dict[str, int] = {}  # rollout node -> index of the finding that it is or inherits
         self.owner_t: dict[str, int] = {}  # the same for training nodes that have no counterpart
         self.found: list[Finding] = []
@@ -60,11 +68,12 @@ class _Check:
         self.regions = Regions(self.train, self.infer, self.alignment, ts, is_)
         self.order = {i: k for k, i in enumerate(is_)}
         pairs = [i for i in is_ if i in self.alignment.to_train]
-        differing = {i: self._pair(self.alignment.to_train[i], i) for i in pairs}
-        for region in self.regions.all:
-            self._region(region, differing)
         for i in pairs:
-            self._own(i, differing[i])
+            self._pair(self.alignment.to_train[i], i)
+        for region in self.regions.all:
+            self._region(region)
+        for i in pairs:
+            self._own(i)
         violations, notes = [], []
         for k in sorted(range(len(self.found)), key=self.places.__getitem__):
             finding = replace(self.found[k], inherited=self.inherited[k])
@@ -73,7 +82,9 @@ class _Check:
             else:
                 violations.append(finding)
         compared = sum(i in self.forward for i in pairs)
-        return Report(compared, tuple(violations), (*notes, *self._notes()))
+        return Report(
+            compared, tuple(violations), (*notes, *self._recipe_notes()), not_proved=tuple(self._not_proved())
+        )
 
     def _align(self) -> tuple[list[str], list[str]]:
         """Align the forwards, then the backwards if both have one; returns the names in scope, in program order."""
@@ -87,49 +98,53 @@ class _Check:
         return ts, is_
 
     # ------------------------------------------------------------------------------------ one pair
-    def _pair(self, t: str, i: str) -> dict[str, Difference]:
-        """What differs at this pair and does not follow from something upstream."""
+    def _pair(self, t: str, i: str) -> None:
+        """Sort what differs at this pair into what is its own and what follows from something upstream."""
         ours, theirs = self.train.records[t], self.infer.records[i]
         found = local_differences(ours, theirs, kernels=self.kernels)
+        self.differing[i], self.following[i] = found, {}
         if "operator" in found:
-            return found
+            return
         if ours.op == "parameter":
             found.update(self._parameter(t, i))
         edges, formats_differ = self._edges(t, i, "rule.gemm" in found)
-        for name in self._following(t, i, found):
-            del found[name]
+        follows = self._follows(t, i, found)
         found.update(edges)
-        if len(found) > 1 or formats_differ:
-            found.pop("numerics", None)
-        return found
+        if formats_differ or len(found.keys() - follows) > 1:
+            follows = [*follows, "numerics"]
+        self.following[i] = {name: found.pop(name) for name in follows if name in found}
 
     def _parameter(self, t: str, i: str) -> dict[str, Difference]:
         a, b = self.train.tensor(t), self.infer.tensor(i)
+        found = {}
+        ours, theirs = self.train.content(t), self.infer.content(i)
+        if ours and theirs and ours != theirs:
+            found["content"] = Difference("content", f"sha256 {ours[:12]}", f"sha256 {theirs[:12]}")
         renamed = i in self.alignment.by_structure and self.train.module(t) != self.infer.module(i)
-        if same_tensor(a, b) or renamed:
-            return {}
-        return {"parameter": Difference("parameter", describe(self.train, t), describe(self.infer, i))}
+        if not same_tensor(a, b) and not renamed:
+            found["parameter"] = Difference("parameter", describe(self.train, t), describe(self.infer, i))
+        return found
 
-    def _following(self, t: str, i: str, found: Mapping[str, Difference]) -> list[str]:
-        """Attributes that are what they are because of an operand: a getitem's all, dtypes that are the operand's."""
+    def _follows(self, t: str, i: str, found: Mapping[str, Difference]) -> list[str]:
+        """Attributes that are what they are because of an operand: what a getitem's source has too, dtypes."""
+        pairs = list(self._operand_pairs(t, i))
         if self.infer.records[i].op == "getitem":
-            return [name for name in found if name != "arg1"]
-        dtypes = [
-            (a, b) for p, q in self._operand_pairs(t, i) if (a := _dtype(self.train, p)) != (b := _dtype(self.infer, q))
-        ]
-        follows = {n for n in _FOLLOWS_OPERAND if n in found and (found[n].train, found[n].infer) in dtypes}
-        return list(follows)
+            (p, q) = pairs[0]
+            source = {**self.differing.get(q, {}), **self.following.get(q, {})}
+            if self.alignment.to_infer.get(p) != q or "operator" in source:
+                return [name for name in found if name != "arg1"]
+            return [name for name, d in found.items() if name != "arg1" and source.get(name) == d]
+        dtypes = [(a, b) for p, q in pairs if (a := _dtype(self.train, p)) != (b := _dtype(self.infer, q))]
+        return [n for n in _FOLLOWS_OPERAND if n in found and (found[n].train, found[n].infer) in dtypes]
 
     def _operand_pairs(self, t: str, i: str) -> Iterator[tuple[str, str]]:
-        ours, theirs = self.train.operands[t], self.infer.operands[i]
+        ours, theirs = self.train.operands[t], self._operands(t, i)
         yield from ((producer, theirs[place]) for place, producer in ours.items() if place in theirs)
 
     # ------------------------------------------------------------------------------------ its edges
     def _edges(self, t: str, i: str, gemm_differs: bool) -> tuple[dict[str, Difference], bool]:
         """Edges that do not lead to one another, and whether any operand's format differs."""
-        ours, theirs = self.train.operands[t], self.infer.operands[i]
-        if self.train.commutes(t) and self.infer.commutes(i):
-            theirs = dict(self._ordered(ours, theirs))
+        ours, theirs = self.train.operands[t], self._operands(t, i)
         found: dict[str, Difference] = {}
         formats_differ = False
         for place in dict.fromkeys((*ours, *theirs)):
@@ -144,6 +159,11 @@ class _Check:
             elif self.alignment.to_infer.get(p) != q and not self.regions.explains(p, q):
                 found[place] = self._edge(place, p, q)
         return found, formats_differ
+
+    def _operands(self, t: str, i: str) -> Mapping[str, str]:
+        """The rollout's operands, in the training side's order where their order changes nothing."""
+        ours, theirs = self.train.operands[t], self.infer.operands[i]
+        return self._ordered(ours, theirs) if self.train.commutes(t) and self.infer.commutes(i) else theirs
 
     def _ordered(self, ours: Mapping[str, str], theirs: Mapping[str, str]) -> Mapping[str, str]:
         """The other's operands in the order in which they agree with ours, if either order does."""
@@ -170,10 +190,10 @@ class _Check:
         return Difference(place, a, b, "operand")
 
     # ------------------------------------------------------------------------------------ findings
-    def _region(self, region: Region, differing: Mapping[str, Mapping[str, Difference]]) -> None:
+    def _region(self, region: Region) -> None:
         """Operators of one side only: one finding, unless they are the quantisers of linears that report it."""
         consumers = region.consumers
-        if region.only_quantizers and consumers and all("rule.gemm" in differing.get(c, {}) for c in consumers):
+        if region.only_quantizers and consumers and all("rule.gemm" in self.differing.get(c, {}) for c in consumers):
             return
         t, i = region.last_t, region.last_i
         kind = "operator" if t and i else "missing operator" if t else "extra operator"
@@ -186,11 +206,16 @@ class _Check:
         self.owner_i.update(dict.fromkeys(region.is_, index))
         self.owner_t.update(dict.fromkeys(region.ts, index))
 
-    def _own(self, i: str, found: Mapping[str, Difference]) -> None:
+    def _own(self, i: str) -> None:
+        t, found = self.alignment.to_train[i], self.differing[i]
+        if not self._follows_a_cause(t, i):
+            following = self.following.pop(i)
+            if len(found) + len(following) > 1:
+                following.pop("numerics", None)  # follows from the node's other differences
+            found.update(following)
         if found:
             self.owner_i[i] = self._add(self.infer, i, found, (i not in self.forward, self.order[i]))
             return
-        t = self.alignment.to_train[i]
         above = (
             *(self.owner_i.get(q) for q in self.infer.operands[i].values()),
             *(self.owner_t.get(p) for p in self.train.operands[t].values()),
@@ -200,6 +225,13 @@ class _Check:
             self.owner_i[i] = owner
             if i != self.infer.output:
                 self.inherited[owner] += 1
+
+    def _follows_a_cause(self, t: str, i: str) -> bool:
+        """Whether an operand differs in itself, has no counterpart, or follows from such a one: all are reported."""
+        return any(
+            self.alignment.to_infer.get(p) != q or self.differing.get(q) or self.following.get(q)
+            for p, q in self._operand_pairs(t, i)
+        )
 
     def _add(self, program: Program, name: str, found: Mapping[str, Difference], place: tuple[bool, int]) -> int:
         record = program.records[name]
@@ -219,19 +251,23 @@ class _Check:
         return len(self.found) - 1
 
     # ------------------------------------------------------------------------------------ notes
-    def _notes(self) -> Iterator[Finding]:
-        yield from self._recipe_notes()
-        yield from self._row_invariance_notes()
-        if self.train.is_lowered != self.infer.is_lowered:
-            which = "training" if self.train.is_lowered else "rollout"
-            yield _note("not_lowered", message=f"only the {which} graph is lowered: numerics ids were not compared")
+    def _not_proved(self) -> Iterator[Finding]:
+        """What neither graph says, and the rollout's numbers may depend on."""
+        if not self.kernels:
+            yield _note("not_lowered", message="neither graph is lowered, so no kernels were compared")
+        yield from self._row_invariance()
         for i in self.infer.forward:
             t = self.alignment.to_train.get(i)
-            if i in self.alignment.by_structure and t and self.infer.records[i].parameter:
-                a, b = describe(self.train, t), describe(self.infer, i)
-                if a != b and not same_tensor(self.train.tensor(t), self.infer.tensor(i)):
-                    module = self.infer.records[i].precision.module
-                    yield _note("renamed", module, i, "parameter", {"parameter": Difference("parameter", a, b)})
+            if t is None or self.infer.records[i].op != "parameter":
+                continue
+            a, b, module = describe(self.train, t), describe(self.infer, i), self.infer.records[i].precision.module
+            same = a == b or same_tensor(self.train.tensor(t), self.infer.tensor(i))
+            if i in self.alignment.by_structure and not same:
+                yield _note("renamed", module, i, "parameter", {"parameter": Difference("parameter", a, b)})
+            known = [bool(program.content(n)) for program, n in ((self.train, t), (self.infer, i))]
+            if self.infer.is_buffer(i) and not all(known):
+                words = ["known" if k else "not known" for k in known]
+                yield _note("no content", module, i, "parameter", {"content": Difference("content", *words)})
 
     def _recipe_notes(self) -> Iterator[Finding]:
         """Backward rules of the recipes, where the rollout has no backward whose nodes could be compared."""
@@ -246,7 +282,7 @@ class _Check:
                 name = f"{table}.{key}"
                 yield _note("backward", "", "", "recipe", {name: Difference(name, _flat(ours), _flat(theirs))})
 
-    def _row_invariance_notes(self) -> Iterator[Finding]:
+    def _row_invariance(self) -> Iterator[Finding]:
         for node in self.graphs[1]:
             kernel = node.meta.get("kernel")
             if kernel is None or node.name not in self.forward or kernel.row_invariant:

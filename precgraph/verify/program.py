@@ -91,6 +91,14 @@ class Program:
             raise CheckError(f"{name} reads {path!r}, which is not among the graph's parameters")
         return self._tensors[path]
 
+    def content(self, name: str) -> str:
+        """The hash of the values of a buffer or constant that a node reads; empty where they are not known."""
+        return self.parameters[self.records[name].parameter or ""].content
+
+    def is_buffer(self, name: str) -> bool:
+        """Whether a parameter node reads a buffer or a constant, whose values are part of the program."""
+        return self.parameters[self.records[name].parameter or ""].buffer
+
     def knows(self, tensor: tuple[str, frozenset[str]]) -> bool:
         """Whether one of the names of a tensor (of another program) is a name here."""
         return not self._known.isdisjoint(tensor[1])

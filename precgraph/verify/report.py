@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -41,6 +41,10 @@ RULES: dict[str, Rule] = {
     "role": Rule("PG205 role", "what a value is used as", "build both programs from one model with one version"),
     "attribute": Rule("PG301 attribute", "a constant of the operator", "load both programs from one config"),
     "shape": Rule("PG302 shape", "the shape of a parameter", "load both programs from one config"),
+    "content": Rule(
+        "PG303 buffer values", "the values of a buffer or constant",
+        "load both programs from one config; keep buffers as they are",
+    ),
     "operand": Rule("PG401 operand", "which value the operator reads", "build both programs from one model"),
     "parameter": Rule(
         "PG402 parameter", "which parameter is read", "tie, load and name parameters alike in both programs"
@@ -111,7 +115,7 @@ RULES: dict[str, Rule] = {
     "row_invariant": Rule(
         "PG902 row invariance",
         "whether a token's result is independent of the tokens beside it",
-        "run `precgraph doctor --exact`, or replace the operator",
+        "replace the operator by one with an exact kernel",
     ),
     "renamed": Rule(
         "PG903 other names",
@@ -125,7 +129,12 @@ RULES: dict[str, Rule] = {
         "PG906 unused pattern", "whether each pattern of a skip list names a linear layer", "correct or remove it"
     ),
     "not_lowered": Rule(
-        "PG904 kernels not compared", "only one of the programs has its kernels chosen", "lower both, then check"
+        "PG904 kernels not compared", "which kernels run the two programs", "lower both, then check"
+    ),
+    "no content": Rule(
+        "PG907 buffer values unknown",
+        "a buffer or constant without values (meta device)",
+        "check the models with their values loaded",
     ),
 }  # fmt: skip
 
@@ -171,6 +180,9 @@ class Row:
 class Report:
     """The outcome of a check: ``violations`` are root causes, ``notes`` change no bit of the rollout.
 
+    ``ok`` means that nothing that was compared differs. ``not_proved`` lists what the rollout's bits may depend on and
+    the check could not decide: row invariance of kernels, parameters matched by structure because their names differ,
+    buffers without values, kernels of graphs that are not lowered. A proof is ``ok`` with nothing in that list.
     ``compared`` counts what was compared, the ``unit`` being nodes of the rollout's graph, or stored tensors.
     """
 
@@ -178,10 +190,11 @@ class Report:
     violations: tuple[Finding, ...] = ()
     notes: tuple[Finding, ...] = ()
     unit: str = "nodes"
+    not_proved: tuple[Finding, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the rollout is inside the training forward."""
+        """Whether nothing that was compared differs; see ``not_proved`` for what could not be compared."""
         return not self.violations
 
     @property
@@ -193,6 +206,10 @@ class Report:
         """Violations, then notes, like ones folded, in the order in which the program meets them first."""
         return [*_fold(self.violations, True), *_fold(self.notes, False)]
 
+    def open_rows(self) -> list[Row]:
+        """What is not proved, folded in the same way."""
+        return _fold(self.not_proved, False)
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, the same for the same graphs."""
         return {
@@ -200,12 +217,14 @@ class Report:
             "ok": self.ok,
             "compared": self.compared,
             "violations": [_plain(f) for f in self.violations],
+            "not_proved": [_plain(f) for f in self.not_proved],
             "notes": [_plain(f) for f in self.notes],
         }
 
     def __str__(self) -> str:
         if self.ok:
-            lines = [f"consistent: {self.compared} {self.unit} compared, none differs"]
+            open_points = f"; {len(self.not_proved)} points not proved" if self.not_proved else ""
+            lines = [f"consistent: {self.compared} {self.unit} compared, none differs{open_points}"]
         else:
             causes, inherited = len(self.violations), sum(f.inherited for f in self.violations)
             lines = [
@@ -213,16 +232,11 @@ class Report:
                 f"{inherited} more {self.unit} only inherit {'them' if causes != 1 else 'it'}"
             ]
         for row in self.rows():
-            where = f"{row.module or '(model)'}  {row.op}" + (f"  ({row.count} nodes)" if row.count > 1 else "")
-            lines += ["", f"{'' if row.violation else 'note: '}{row.code}  {where}"]
-            width = max(map(len, row.attributes), default=0)
-            for attribute, train, infer in zip(row.attributes, row.train, row.infer, strict=True):
-                lines.append(f"    {attribute:<{width}}  train {train}  |  infer {infer}")
-            lines.append(f"    {row.message}")
-            if row.inherited:
-                lines.append(f"    {row.inherited} more nodes only inherit this")
-            if row.violation:
-                lines.append(f"    remedy: {row.remedy}")
+            lines += ["", *_text(row, "" if row.violation else "note: ", remedy=row.violation)]
+        if self.not_proved:
+            lines += ["", "Not proved:"]
+        for row in self.open_rows():
+            lines += ["", *_text(row, "", remedy=True)]
         return "\n".join(lines)
 
 
@@ -231,6 +245,19 @@ def rule(attribute: str) -> Rule:
     if attribute in RULES:
         return RULES[attribute]
     return RULES["rule" if attribute.startswith("rule.") else "attribute"]
+
+
+def _text(row: Row, prefix: str, *, remedy: bool) -> Iterator[str]:
+    where = f"{row.module or '(model)'}  {row.op}" + (f"  ({row.count} nodes)" if row.count > 1 else "")
+    yield f"{prefix}{row.code}  {where}"
+    width = max(map(len, row.attributes), default=0)
+    for attribute, train, infer in zip(row.attributes, row.train, row.infer, strict=True):
+        yield f"    {attribute:<{width}}  train {train}  |  infer {infer}"
+    yield f"    {row.message}"
+    if row.inherited:
+        yield f"    {row.inherited} more nodes only inherit this"
+    if remedy:
+        yield f"    remedy: {row.remedy}"
 
 
 def _plain(finding: Finding) -> dict[str, Any]:

@@ -92,6 +92,11 @@ WHY: dict[str, Why] = {
     ),
     "missing operator": Why("The rollout leaves out a step.", "", "A query norm that the engine's model has not."),
     "extra operator": Why("The rollout adds a step.", "", "A logit soft cap in the engine only."),
+    "content": Why(
+        "Values of buffers and constants change results as attributes do, under equal operators.",
+        "",
+        "RoPE frequencies of rope_theta 1e4 against 1e6.",
+    ),
     "operator": Why("Another operator makes the value.", "", "gelu against gelu_tanh."),
     "numerics": Why(
         "Two kernels of one formula sum in another order unless a test shows equal bits.",
@@ -105,7 +110,8 @@ WHY: dict[str, Why] = {
         "A score computed in a batch of 8 against decoding one token.",
     ),
     "renamed": Why("Parameters were paired by where they are used.", "", "A checkpoint with other names."),
-    "not_lowered": Why("Kernels were chosen on one side only, so they could not be compared."),
+    "not_lowered": Why("Numerics ids say what kernels compute, and graphs that are not lowered have none."),
+    "no content": Why("A buffer's values are part of the program, and a model on the meta device has none."),
     "skip pattern": Why(
         "A pattern that is looked for as a substring, or as a regular expression without an end, also matches longer "
         "names.",

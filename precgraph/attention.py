@@ -84,11 +84,17 @@ def _huggingface_attention(
             f"{type(module).__name__}: attention with dropout, sinks or without a causal mask has no exact kernel"
         )
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    width = v.shape[-1]
+    if width > q.shape[-1]:
+        raise UnsupportedModelError(f"{type(module).__name__}: values wider than queries have no exact kernel")
+    if width < q.shape[-1]:  # latent attention: columns of zeros change no other one
+        v = torch.nn.functional.pad(v, (0, q.shape[-1] - width))
     out, _ = opaque_attention(
         *(t.transpose(1, 2) for t in (q, k, v)), scale, int(sliding_window or 0), float(softcap or 0.0),
         int(getattr(module, "layer_idx", 0)),
     )  # fmt: skip
-    return out.unflatten(-1, (q.shape[1], q.shape[3])), None
+    out = out.unflatten(-1, (q.shape[1], q.shape[3]))
+    return out if width == q.shape[-1] else out[..., :width], None
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

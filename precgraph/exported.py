@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from precgraph.errors import TraceError, UnsupportedModelError
 
 WRAPPER = "model_"  # attribute under which the wrapper holds the traced module
+# What has no defined value, and what stands for it.
+DEFINED: dict[Any, Any] = {torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default}
 
 
 class Differentiable:
@@ -81,6 +83,20 @@ def pure_twin(node: fx.Node) -> Any:
     namespace, base, overload = name.split(".")
     twin = getattr(getattr(torch.ops, namespace), base.removesuffix("_"), None)
     return getattr(twin, overload, None)
+
+
+def written_slice(node: fx.Node) -> fx.Node | None:
+    """The value into whose slice ``node`` copies, if it is new memory that has no other name; else None."""
+    if node.target is not torch.ops.aten.copy_.default or node.users:
+        return None
+    part: Any = node.args[0]
+    if part.target is not torch.ops.aten.slice.Tensor or len(part.users) != 1 or len(part.args) > 4:
+        return None
+    base: Any = part.args[0]
+    others = [u for u in base.users if u.target is not torch.ops.aten.slice.Tensor and u < part]
+    written = [u for u in base.users if u.target is torch.ops.aten.slice.Tensor and len(u.users) != 1 and u < part]
+    new = base.target in DEFINED and not others and not written
+    return base if new and fake(part).dtype == fake(node.args[1]).dtype else None  # type: ignore[arg-type]
 
 
 def _makes_views(node: fx.Node) -> bool:

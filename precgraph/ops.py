@@ -62,6 +62,11 @@ def lm_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T`` of widened operands, ``[..., N]`` in fp32: DeepSeek-V3's routers."""
+    return F.linear(x.float(), weight.float())
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``weight * bf16(x * rsqrt(mean(x²) + eps))``, mean and product in fp32: Llama, Qwen, Mistral (transformers 5)."""
     wide = x.to(torch.float32)
@@ -143,9 +148,9 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` greatest values of each row ``x [..., E]``, in descending order, and their places."""
-    values, index = torch.topk(x, k, dim=-1)
+def top_k(x: Tensor, k: int, ordered: bool) -> tuple[Tensor, Tensor]:
+    """The ``k`` greatest values of each row ``x [..., E]`` and their places; if ``ordered``, in descending order."""
+    values, index = torch.topk(x, k, dim=-1, sorted=ordered)
     return values, index
 
 
@@ -201,7 +206,7 @@ def quantize_dispatched(x: Tensor, index: Tensor, fmt: Format, experts: int, slo
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     """torch's kernel for the activation of a gated unit."""
-    functions: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
+    functions: dict[str, Any] = {"sigmoid": torch.sigmoid, "silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
     function: Callable[[Tensor], Tensor] = functions[name]
     return function
 
@@ -224,6 +229,12 @@ def linear_dgrad(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 def linear_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     """``dyᵀ @ x``: ``[N, K]``, summed over tokens."""
     return dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+
+
+def wide_linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``(dx, dweight)`` of :func:`wide_linear`, fp32 until they are rounded."""
+    dx, dweight = _autograd(wide_linear, (dy,), x, weight)
+    return dx, dweight
 
 
 def expert_dgrad(dy: Tensor, weight: Tensor, index: Tensor, slots: int) -> Tensor:
@@ -338,10 +349,11 @@ def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> tu
 FORWARD_OPS: tuple[Callable[..., Any], ...] = (
     embedding, linear, lm_head, rms_norm, wide_rms_norm, softcap, rope_table, rope, split_heads, merge_heads, attention,
     activate, gated, add, quantize, cast, top_k, row_sum, expert_linear, combine, quantize_dispatched,
+    wide_linear,
 )  # fmt: skip
 BACKWARD_OPS: tuple[Callable[..., Any], ...] = (
     linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, wide_rms_norm_backward,
     softcap_backward, rope_backward, activate_backward, gated_backward, attention_backward,
-    expert_dgrad, expert_wgrad, combine_backward, top_k_backward, vjp, accumulate_grad,
+    wide_linear_backward, expert_dgrad, expert_wgrad, combine_backward, top_k_backward, vjp, accumulate_grad,
 )  # fmt: skip
 OPS: dict[str, Callable[..., Any]] = {f.__name__: f for f in FORWARD_OPS + BACKWARD_OPS}

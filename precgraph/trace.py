@@ -22,7 +22,16 @@ from precgraph import experts
 from precgraph.attention import IMPLEMENTATION
 from precgraph.content import content
 from precgraph.errors import InputError, TraceError, UnsupportedModelError
-from precgraph.exported import WRAPPER, Differentiable, fake, module_path, pure_twin, require_pure
+from precgraph.exported import (
+    DEFINED,
+    WRAPPER,
+    Differentiable,
+    fake,
+    module_path,
+    pure_twin,
+    require_pure,
+    written_slice,
+)
 from precgraph.formats import Format
 from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision, with_rules
 
@@ -255,6 +264,8 @@ class _Builder:
                 env[node] = env[node.args[0]][node.args[1]]
             elif (pure := pure_twin(node)) is not None:  # readers of the old value come before, others get the new one
                 env[node] = env[node.args[0]] = self._call(node, env, pure)
+            elif (base := written_slice(node)) is not None:
+                env[base] = self._scatter(node, env[base], env)
             else:
                 env[node] = self._call(node, env)
 
@@ -297,12 +308,19 @@ class _Builder:
         if pure is None:
             require_pure(node)
         new = self.graph.node_copy(node, lambda n: env[n])
-        new.target = pure or node.target
+        new.target = pure or DEFINED.get(node.target, node.target)
         new.meta.clear()
         self._annotated(new, node, role="activation", module=module_path(node))
         if self.stopped or not self.differentiable(node):
             new.meta["precision"] = with_rules(precision(new), gradient="stopped")
         return new
+
+    def _scatter(self, node: fx.Node, base: fx.Node, env: dict[fx.Node, Any]) -> fx.Node:
+        """``copy_(slice(base, dim, start, end), x)`` as the new value of ``base``."""
+        part, x = node.args[:2]
+        args = (base, env[x], *part.args[1:])  # type: ignore[index, union-attr]
+        new = self.graph.call_function(torch.ops.aten.slice_scatter.default, args)
+        return self._annotated(new, part.args[0], role="activation", module=module_path(node))  # type: ignore[union-attr, arg-type]
 
     def _annotated(self, new: fx.Node, old: fx.Node, *, role: str, module: str = "") -> fx.Node:
         if new.op == "call_function" and self.language_model:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -94,6 +96,12 @@ _MORE: dict[str, tuple[type, Any, dict[str, Any]]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2,
     }),
 }  # fmt: skip
+_MORE["deepseek_v3"] = (DeepseekV3Config, DeepseekV3ForCausalLM, {
+    "hidden_size": 128, "intermediate_size": 224, "moe_intermediate_size": 96, "n_routed_experts": 16,
+    "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": 64, "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
+    "first_k_dense_replace": 1, "n_shared_experts": 1,
+})  # fmt: skip
 MORE_LMS = tuple(_MORE)  # in tests/test_more_families.py, which asks less of each than the shared tests
 _FAMILIES.update(_MORE)
 

@@ -159,6 +159,7 @@ _ROW_INVARIANT = frozenset(
         "cat.default", "expand.default", "clone.default", "unflatten.int", "flatten.using_ints", "relu.default",
         "abs.default", "maximum.default", "minimum.default", "clamp.default", "embedding.default", "sym_size.int",
         "mean.dim", "amax.default", "topk.default", "softmax.int", "where.self", "contiguous.default", "alias.default",
-        "chunk.default",
+        "chunk.default", "pad.default", "split_with_sizes.default", "zeros_like.default", "scatter.value",
+        "bitwise_not.default", "masked_fill.Scalar", "gather.default",
     )
 )  # fmt: skip

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 # Between a router and its top-k stand only these.
 _ROUTER_PATH = (
     aten.softmax.int, aten.sigmoid.default, aten.to.dtype, aten.view.default, aten.reshape.default, aten.add.Tensor,
-    ops.add,
+    ops.add, ops.activate, aten.masked_fill.Scalar,
 )  # fmt: skip
 
 
@@ -49,6 +49,8 @@ def _assign(node: fx.Node, recipe: Recipe) -> None:
             _assign_linear(node, recipe)
         case "lm_head":
             _assign_head(node, recipe)
+        case "wide_linear":
+            annotate(node, compute="float32", accumulate="float32", role="router" if feeds_topk(node) else "activation")
         case "rms_norm" | "wide_rms_norm" as norm:
             annotate(node, compute=recipe.norm.compute)
             cast = "before_weight" if norm == "rms_norm" else "after_weight"

@@ -358,6 +358,7 @@ def _no_gradient(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
 RULES: dict[Any, Rule] = {
     ops.embedding: _embedding, ops.linear: _linear, ops.lm_head: _lm_head, ops.rope: _rope,
     ops.rms_norm: _norm(ops.rms_norm_backward), ops.wide_rms_norm: _norm(ops.wide_rms_norm_backward),
+    ops.wide_linear: _norm(ops.wide_linear_backward),
     ops.softcap: _softcap, ops.expert_linear: _expert_linear, ops.combine: _combine, ops.top_k: _top_k,
     ops.attention: _attention, ops.activate: _activate, ops.gated: _gated, ops.add: _add, ops.split_heads: _split_heads,
     ops.rope_table: _no_gradient,

@@ -62,10 +62,10 @@ def infer_size(graph: fx.Graph, node: Any) -> fx.Node | None:
     """``view(x, [1, size(ids, 1), C]) -> view(x, [1, -1, C])``: the one size that is computed follows from the rest."""
     if not is_call(node, aten.view.default, aten.reshape.default):
         return None
-    shape = node.args[1]
-    if -1 in shape or sum(isinstance(s, fx.Node) for s in shape) != 1:
+    shape = tensor(node).shape
+    if not any(isinstance(s, fx.Node) for s in node.args[1]) or sum(isinstance(s, str) for s in shape) != 1:
         return None
-    inferred = [-1 if isinstance(s, fx.Node) else s for s in shape]
+    inferred = [-1 if isinstance(s, str) else s for s in shape]
     return emit(graph, node.target, (node.args[0], inferred), like=node)
 
 
@@ -330,6 +330,8 @@ def attention(graph: fx.Graph, node: Any) -> fx.Node | None:
 def activate(graph: fx.Graph, node: Any) -> fx.Node | None:
     if is_call(node, aten.silu.default):
         name = "silu"
+    elif is_call(node, aten.sigmoid.default):
+        name = "sigmoid"
     elif is_call(node, aten.gelu.default):
         name = {"none": "gelu", "tanh": "gelu_tanh"}[node.kwargs.get("approximate", "none")]
     else:

@@ -119,6 +119,10 @@ def _plain_operands(node: fx.Node) -> bool:
     return _exact(node) and not any(f.is_quantized for f in formats) and _sums_in_fp32(node, "bfloat16")
 
 
+def _wide_result(node: fx.Node) -> bool:
+    return _exact(node) and _sums_in_fp32(node, "float32")
+
+
 def _sums_in_fp32(node: fx.Node, output: str) -> bool:
     """Products summed in fp32, the result rounded to ``output``."""
     return precision(node).accumulate == "float32" and precision(node).format.dtype == output
@@ -229,6 +233,9 @@ register(
     _reference(ops.expert_wgrad, experts.plain_wgrad, _plain_operands, "fp32", **_BACKWARD),
     _upstream(ops.expert_linear, _linear_aten), _upstream(ops.expert_dgrad, _linear_aten),
     _upstream(ops.expert_wgrad, _linear_aten),
+    _reference(ops.wide_linear, experts.wide_linear, _wide_result, "tiles16", pack=gemm.Float32Weight),
+    _reference(ops.wide_linear_backward, experts.wide_linear_backward, _exact, "fp32", **_BACKWARD),
+    _upstream(ops.wide_linear), _upstream(ops.wide_linear_backward),
     _upstream(ops.combine, _any, row_invariant=True),
     _reference(ops.combine_backward, experts.combine_backward, _exact, "pieces512", **_BACKWARD),
     _upstream(ops.combine_backward),

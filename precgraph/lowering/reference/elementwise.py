@@ -111,6 +111,11 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tup
 # Each returns the value and the derivative, fp32.
 
 
+def _sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
+    value = 1 / (1 + torch.exp(-x))
+    return value, value * (1 - value)
+
+
 def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
     sigmoid = 1 / (1 + torch.exp(-x))
     return x / (1 + torch.exp(-x)), sigmoid * (1 + x * (1 - sigmoid))
@@ -133,5 +138,5 @@ def _tanh(x: Tensor) -> Tensor:
 
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    "silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh,
+    "sigmoid": _sigmoid, "silu": _silu, "gelu": _gelu, "gelu_tanh": _gelu_tanh,
 }  # fmt: skip

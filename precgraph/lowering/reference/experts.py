@@ -140,8 +140,8 @@ def _rows(x: Any, rows: Tensor) -> Any:
 # --------------------------------------------------------------------------------- around the GEMMs
 
 
-def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` greatest of each row; of equal ones the first."""
+def top_k(x: Tensor, k: int, ordered: bool) -> tuple[Tensor, Tensor]:
+    """The ``k`` greatest of each row, in order either way; of equal ones the first."""
     values, index = torch.sort(x, dim=-1, descending=True, stable=True)
     return values[..., :k].contiguous(), index[..., :k].contiguous()
 
@@ -149,6 +149,17 @@ def top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def row_sum(x: Tensor) -> Tensor:
     """Sum over the last dimension, kept, in the order ``pieces512``."""
     return ordered_sum(x.float()).to(x.dtype)
+
+
+def wide_linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """``(dx, dweight)`` from an fp32 gradient, sums in fp32, each rounded once."""
+    dx = (dy @ weight.float()).to(x.dtype)
+    return dx, (dy.flatten(0, -2).t() @ x.flatten(0, -2).float()).to(weight.dtype)
+
+
+def wide_linear(x: Tensor, weight: gemm.Float32Weight) -> Tensor:
+    """bf16 operands, fp32 products, sums and result, in tiles of one shape."""
+    return gemm.tiled_logits(x, weight, None)
 
 
 def combine_backward(dy: Tensor, y: Tensor, scores: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

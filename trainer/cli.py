@@ -200,7 +200,8 @@ def _fork_records(source: Path, target: Path, step: int) -> None:
 
 def guarded(command: Callable[[], Any]) -> int:
     """Run a command; errors that have a name become one line and an exit code."""
-    disable_progress_bar()  # of loading and saving weights: they would run through the trainer's own
+    # Bars of loading and saving weights would run through the trainer's own.
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         command()
     except InterruptedRunError as error:

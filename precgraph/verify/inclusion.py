@@ -283,6 +283,8 @@ class _Check:
                 yield _note("backward", "", "", "recipe", {name: Difference(name, _flat(ours), _flat(theirs))})
 
     def _row_invariance(self) -> Iterator[Finding]:
+        if self.kernels and not any("kernel" in node.meta for node in self.graphs[1]):
+            yield _note("row_invariant", message="the rollout's graph was read from data, which has no kernels")
         for node in self.graphs[1]:
             kernel = node.meta.get("kernel")
             if kernel is None or node.name not in self.forward or kernel.row_invariant:

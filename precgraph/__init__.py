@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from precgraph.formats import Format
     from precgraph.graph import PrecisionGraph
     from precgraph.recipe import Recipe
-    from precgraph.runtime.compiled import compile, token_logprobs
+    from precgraph.runtime.compiled import compile
+    from precgraph.runtime.scoring import token_logprobs
     from precgraph.verify import Report
 
 __version__ = "0.1.0"
@@ -41,7 +42,7 @@ __all__ = [
 _HOMES = {
     "Format": "precgraph.formats", "PrecisionGraph": "precgraph.graph", "Recipe": "precgraph.recipe",
     "Report": "precgraph.verify", "check": "precgraph.checking", "compile": "precgraph.runtime.compiled",
-    "token_logprobs": "precgraph.runtime.compiled",
+    "token_logprobs": "precgraph.runtime.scoring",
 }  # fmt: skip
 
 if not TYPE_CHECKING:  # a type checker sees the imports above instead, and so knows every name

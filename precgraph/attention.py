@@ -18,6 +18,8 @@ from precgraph.errors import UnsupportedModelError
 from precgraph.ops import AttentionSpec
 
 IMPLEMENTATION = "precgraph"
+# Tensors that transformers hands through to attention functions and that say nothing new here.
+_HARMLESS = ("position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "input_ids")
 
 
 def _spec(q: Tensor, k: Tensor, scale: float, window: int, softcap: float, layer: int) -> AttentionSpec:
@@ -83,6 +85,11 @@ def _huggingface_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__}: attention with dropout, sinks or without a causal mask has no exact kernel"
         )
+    extra = [k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in _HARMLESS]
+    if extra:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} passes {extra[0]!r} to attention, which has no exact kernel"
+        )
     scale = q.shape[-1] ** -0.5 if scaling is None else float(scaling)
     width = v.shape[-1]
     if width > q.shape[-1]:
@@ -97,8 +104,29 @@ def _huggingface_attention(
     return out if width == q.shape[-1] else out[..., :width], None
 
 
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Causality and windows are in the operator, padding is removed before the program runs."""
+def _no_mask(*args: Any, mask_function: Any = None, **_: Any) -> None:
+    """Causality and windows are in the operator, padding is removed before the program runs.
+
+    transformers composes masks out of functions; what is not causality or a window would be lost here.
+    """
+    if mask_function is not None and not _known(mask_function):
+        name = getattr(mask_function, "__qualname__", repr(mask_function))
+        raise UnsupportedModelError(f"attention with the mask {name} has no kernel: only causal masks and windows have")
+
+
+# Windows and bounds of packed sequences are in the program, padding is removed before it; and what combines them.
+_MASKS = ("causal_mask_function", "sliding_window_overlay", "packed_sequence_mask_function", "padding_mask_function")
+_COMBINED = ("and_masks", "add_offsets_to_mask_function")
+
+
+def _known(mask_function: Any) -> bool:
+    """Whether a mask function of transformers says nothing that the program does not say itself."""
+    name = getattr(mask_function, "__qualname__", "").partition(".")[0]
+    if name in _MASKS:
+        return True
+    cells = [c.cell_contents for c in (getattr(mask_function, "__closure__", None) or ())]
+    parts = [f for cell in cells for f in (cell if isinstance(cell, tuple | list) else (cell,)) if callable(f)]
+    return name in _COMBINED and bool(parts) and all(map(_known, parts))
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _huggingface_attention)

@@ -119,6 +119,12 @@ def require_pure(node: fx.Node) -> None:
             path=where,
             remedy="write it out of place, for example y = y * 2 or torch.where",
         )
+    if str(node.target) in ("aten.item.default", "aten._local_scalar_dense.default"):
+        raise TraceError(
+            "a number is read out of a tensor, and a program has tensors only",
+            path=where,
+            remedy="compute with the tensor",
+        )
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         raise UnsupportedModelError(f"{node.target} draws random numbers, which have no exact rollout", path=where)
 

@@ -140,7 +140,7 @@ def _vllm() -> Status:
 
 def flags() -> list[Status]:
     """Global switches of this process that change fp32 results, as they are now."""
-    flushed = float(torch.tensor(1e-40) * 1.0) == 0.0
+    flushed = float(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0) == 0.0
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     override = os.environ.get("NVIDIA_TF32_OVERRIDE")
     subnormal = "flushed to zero" if flushed else "kept"

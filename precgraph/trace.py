@@ -338,8 +338,15 @@ class _Builder:
         return new
 
     def _output(self, values: list[Any]) -> None:
-        result = values[0] if len(values) == 1 else tuple(values)
-        new = self.graph.output(result)
+        structure = self.program.call_spec.out_spec
+        flat = structure is not None and structure.type in (tuple, list) and structure.num_nodes == len(values) + 1
+        computed = [v for v in values if isinstance(v, fx.Node) and v.op == "call_function"]
+        if len(set(computed)) != len(values) or not values or not (flat or structure.num_nodes == 1):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__}.forward must return a tensor that it computes, or a tuple of some",
+                remedy="return tensors instead of dicts, inputs, parameters, constants or None",
+            )
+        new = self.graph.output(tuple(values) if flat else values[0])
         first = values[0]
         new.meta.update(tensor=first.meta.get("tensor"), precision=first.meta["precision"])
 

@@ -371,7 +371,7 @@ def test_matmul_precision(actor: Any, rollout: Any, precision: str) -> None:
     torch.set_float32_matmul_precision(precision)
     try:
         for call in (lambda: actor(tokens(1, 4)), lambda: rollout(tokens(1, 4)), loss.backward):
-            with pytest.raises(NumericsStateError, match=precision):
+            with pytest.raises(NumericsStateError, match="float32 matmul precision"):
                 call()
     finally:
         torch.set_float32_matmul_precision("highest")

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from precgraph.errors import LoweringError
 from precgraph.formats import Format
-from precgraph.graph import function_name, op_name, precision
+from precgraph.graph import arguments, function_name, op_name, precision, tensor
 
 Serves = Callable[[fx.Node], bool]
 
@@ -143,23 +143,43 @@ def select(node: fx.Node, names: Iterable[str], device: torch.device) -> Kernel:
 def _as_it_is(node: fx.Node) -> Kernel:
     """torch's own kernel for an operator that the passes kept as it is."""
     name = function_name(node.target)
-    known = name == "getitem" or name in _ROW_INVARIANT
-    return Kernel(
-        name, "aten", node.target, numerics=name, serves=lambda _: True, row_invariant=True if known else None  # type: ignore[arg-type]
-    )  # fmt: skip
+    known = True if name == "getitem" or _token_local(node, name) else None
+    return Kernel(name, "aten", node.target, numerics=name, serves=lambda _: True, row_invariant=known)  # type: ignore[arg-type]
 
 
-# aten operators whose result for a token is a function of that token alone, in one way for vector and scalar tails.
-_ROW_INVARIANT = frozenset(
+def _token_local(node: fx.Node, name: str) -> bool:
+    """Whether a token's result is known to depend on that token alone, with the same bits in any batch."""
+    if name in _ELEMENTWISE:
+        return True
+    if name not in _ALONG_DIMS:
+        return False
+    given = arguments(node)
+    source = given.get("input", given.get("self", given.get("tensors")))
+    source = source[0] if isinstance(source, list | tuple) else source
+    dims = given.get("dim", _ALONG_DIMS[name])
+    if not isinstance(source, fx.Node) or "tensor" not in source.meta or dims is None:
+        return False
+    shape = tensor(source).shape
+    along = {d % len(shape) for d in (dims if isinstance(dims, list | tuple) else (dims,))}
+    return not any(isinstance(size, str) for axis, size in enumerate(shape) if axis in along)
+
+
+# Elementwise in one way for vector and scalar tails, or moves of whole values.
+_ELEMENTWISE = frozenset(
     f"aten.{name}"
     for name in (
         "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "neg.default", "pow.Tensor_Scalar", "rsqrt.default",
-        "sqrt.default", "exp.default", "cos.default", "sin.default", "to.dtype", "_to_copy.default", "view.default",
-        "reshape.default", "transpose.int", "permute.default", "unsqueeze.default", "squeeze.dim", "slice.Tensor",
-        "cat.default", "expand.default", "clone.default", "unflatten.int", "flatten.using_ints", "relu.default",
-        "abs.default", "maximum.default", "minimum.default", "clamp.default", "embedding.default", "sym_size.int",
-        "mean.dim", "amax.default", "topk.default", "softmax.int", "where.self", "contiguous.default", "alias.default",
-        "chunk.default", "pad.default", "split_with_sizes.default", "zeros_like.default", "scatter.value",
-        "bitwise_not.default", "masked_fill.Scalar", "gather.default",
+        "sqrt.default", "exp.default", "cos.default", "sin.default", "to.dtype", "to.device", "_to_copy.default",
+        "view.default", "reshape.default", "transpose.int", "permute.default", "unsqueeze.default", "squeeze.dim",
+        "expand.default", "clone.default", "unflatten.int", "flatten.using_ints", "relu.default", "abs.default",
+        "maximum.default", "minimum.default", "clamp.default", "embedding.default", "sym_size.int", "where.self",
+        "contiguous.default", "alias.default", "pad.default", "zeros_like.default", "bitwise_not.default",
+        "masked_fill.Scalar",
     )
 )  # fmt: skip
+# These work along dimensions, by default the one given: not along the tokens, or a token would depend on others.
+_ALONG_DIMS = {
+    "aten.mean.dim": None, "aten.amax.default": None, "aten.softmax.int": None, "aten.topk.default": -1,
+    "aten.slice.Tensor": 0, "aten.cat.default": 0, "aten.chunk.default": 0,
+    "aten.split_with_sizes.default": 0, "aten.gather.default": None, "aten.scatter.value": None,
+}  # fmt: skip

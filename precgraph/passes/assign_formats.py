@@ -79,7 +79,8 @@ def _assign_linear(node: fx.Node, recipe: Recipe) -> None:
     if feeds_topk(node):
         annotate(node, role="router")
     quantized = recipe.linear.weight is not None and not kept
-    _rules(node, gemm="quantized" if quantized else "plain", bias="aten" if recipe.arithmetic == "aten" else "after_rounding")
+    bias = "aten" if recipe.arithmetic == "aten" else "after_rounding"
+    _rules(node, gemm="quantized" if quantized else "plain", bias=bias)
     if quantized:
         _set_dtype(node, recipe.linear.output)
 

@@ -381,8 +381,7 @@ def _raise_head(graph: PrecisionGraph) -> None:
     node = result.args[0] if capped else result
     if not is_call(node, ops.linear):
         raise UnsupportedModelError(
-            f"the logits are made by {op_name(result)}, not by a linear layer, so the recipe's [lm_head] would apply to "
-            "nothing",
+            f"the logits are made by {op_name(result)}, not by a linear layer: [lm_head] would apply to nothing",
             path=precision(result).module or None,
             remedy="a family needs a rule in precgraph/passes/raise_ops.py that says what follows its lm_head",
         )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from precgraph import ops
+from precgraph.errors import UnsupportedModelError
 from precgraph.graph import PrecisionGraph, tensor
 from precgraph.runtime.contexts import Attended
 
@@ -149,6 +150,9 @@ def _attention_layers(graph: PrecisionGraph) -> list[tuple[ops.AttentionSpec, to
             key, spec = node.args[1], node.args[3]
             assert isinstance(key, torch.fx.Node) and isinstance(spec, ops.AttentionSpec)
             found.append((spec, getattr(torch, tensor(key).dtype)))
+    layers = [spec.layer for spec, _ in found]
+    if len(set(layers)) != len(layers):
+        raise UnsupportedModelError("two attention modules have one layer_idx, so they would share a cache")
     return found
 
 

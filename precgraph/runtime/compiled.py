@@ -5,29 +5,35 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from precgraph.errors import InputError, StaleWeightsError, UnsupportedModelError
-from precgraph.graph import PrecisionGraph, TensorSpec, output_node, precision, tensor
+from precgraph.errors import InputError, LoweringError, StaleWeightsError, UnsupportedModelError
+from precgraph.graph import PrecisionGraph, output_node, tensor
 from precgraph.lowering.lower import lower
 from precgraph.lowering.program import Program, Segment, build_program
 from precgraph.lowering.registry import Kernel
 from precgraph.passes.pipeline import build
 from precgraph.recipe import Recipe
+from precgraph.runtime.accept import require_inputs, require_labels, require_own_forward, require_token_local
 from precgraph.runtime.contexts import AttentionContext, PackedContext
 from precgraph.runtime.inputs import Packed, pack
-from precgraph.runtime.logprobs import logprobs_from_logits
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.store import WeightStore
 from precgraph.trace import Trace, require_supported, trace
 
-LOGPROB_ROWS = 512  # rows of logits that token_logprobs holds at a time
+
+class Place(NamedTuple):
+    """Where the model keeps a module, parameter or buffer: the owner's dictionary, the name in it, the full path."""
+
+    owner: dict[str, Any]
+    name: str
+    value: Any
+    path: str
 
 
 @dataclass
@@ -41,7 +47,7 @@ class Compiled:
     checked: bool
     store: WeightStore
     runner: Runner
-    places: tuple[tuple[dict[str, Any], str, str], ...]  # per master: the module's dict, the name in it, the path
+    places: tuple[Place, ...]  # the model's modules and tensors when it was compiled
     example_inputs: Sequence[Tensor] | None = None
 
     def __reduce__(self) -> Any:
@@ -78,15 +84,15 @@ class Compiled:
         return logits[0]
 
     def ready(self) -> None:
-        """Before each run: the model still owns the masters, and the store is made from them.
+        """Before each run: the model is still made of the same modules and tensors, and the store of the masters.
 
         Training always runs on the current masters, with a backward for the parameters that are trainable now; a
         rollout refuses a store that the masters have left behind.
         """
-        for owner, name, path in self.places:
-            if owner.get(name) is not self.store.masters[path]:
+        for owner, name, value, path in self.places:
+            if owner.get(name) is not value:
                 raise StaleWeightsError(
-                    "the parameter was replaced by another tensor", path=path, remedy="compile the model again"
+                    "it was replaced after the model was compiled", path=path, remedy="compile the model again"
                 )
         if self.mode == "infer":
             self.store.require_fresh()
@@ -176,6 +182,7 @@ class CompiledCausalLM(CompiledModule):
         logits = _kept_logits(self.precgraph, hidden, packed, logits_to_keep)
         loss = None
         if labels is not None:
+            require_labels(labels, packed, self.config.vocab_size, logits_to_keep)  # type: ignore[attr-defined]
             extra = {k: v for k, v in kwargs.items() if k == "num_items_in_batch" and v is not None}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **extra)  # type: ignore[attr-defined]
         if not kwargs.get("return_dict", self.config.return_dict):  # type: ignore[attr-defined]
@@ -189,23 +196,10 @@ class CompiledPlain(CompiledModule):
     def forward(self, *args: Tensor) -> Any:
         compiled = self.precgraph
         program = compiled.runner.program
-        _require_inputs(type(self).__name__, compiled.graph, args)
+        require_inputs(type(self).__name__, compiled.graph, args)
         compiled.ready()
         results = compiled.runner.run(dict(zip(program.inputs, args, strict=True)), program.outputs)
-        return results[0] if len(results) == 1 else tuple(results)
-
-
-def _require_inputs(name: str, graph: PrecisionGraph, args: Sequence[Tensor]) -> None:
-    """InputError unless ``args`` have the dtypes and shapes that the module was traced with, but for token counts."""
-    wanted = [tensor(n) for n in graph.placeholders if precision(n).phase == "forward"]
-    if len(args) != len(wanted):
-        raise InputError(f"{name} was traced with {len(wanted)} inputs, not {len(args)}")
-    for i, (x, spec) in enumerate(zip(args, wanted, strict=True)):
-        sizes = [d for d, size in zip(x.shape, spec.shape, strict=False) if not isinstance(size, str)]
-        static = [size for size in spec.shape if not isinstance(size, str)]
-        if x.dim() != len(spec.shape) or sizes != static or str(x.dtype).removeprefix("torch.") != spec.dtype:
-            found = TensorSpec(str(x.dtype).removeprefix("torch."), tuple(x.shape))
-            raise InputError(f"input {i} of {name} must be {spec}, not {found}", remedy="compile with such an example")
+        return tuple(results) if isinstance(output_node(compiled.graph.graph).args[0], tuple) else results[0]
 
 
 def _packed(
@@ -227,7 +221,10 @@ def _packed(
              "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # fmt: skip
     unknown = sorted(k for k, v in kwargs.items() if k not in known and v is not None)
     if unknown:
-        raise InputError(f"unknown argument {unknown[0]!r} of a compiled model's forward")
+        raise InputError(
+            f"unknown argument {unknown[0]!r} of a compiled model's forward",
+            remedy=f"it takes {', '.join(sorted(known))}",
+        )
     bounds = kwargs.get("cu_seq_lens_q")
     packed = pack(input_ids, attention_mask, position_ids, bounds, model.config.vocab_size)
     keys, index = kwargs.get("cu_seq_lens_k"), kwargs.get("seq_idx")
@@ -242,6 +239,8 @@ def _packed(
 
 def _kept_logits(compiled: Compiled, hidden: Tensor, packed: Packed, logits_to_keep: int | Tensor) -> Tensor:
     """Logits of the kept positions, counted in the padded batch as Hugging Face counts them."""
+    if isinstance(logits_to_keep, Tensor) and (logits_to_keep.dim() != 1 or logits_to_keep.is_floating_point()):
+        raise InputError(f"logits_to_keep must be a count or a vector of positions, not {list(logits_to_keep.shape)}")
     if isinstance(logits_to_keep, int) and logits_to_keep == 0:
         return packed.unpack(compiled.logits(hidden))
     width = packed.shape[1]
@@ -281,12 +280,17 @@ def compile(
         raise InputError(f"mode must be 'train' or 'infer', not {mode!r}")
     if not isinstance(model, nn.Module):
         raise InputError(f"compile takes a torch module, not {type(model).__name__}")
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InputError(f"recipe must be a Recipe, not {recipe!r}", remedy="Recipe.preset(name) or Recipe.load(path)")
+    if isinstance(example_inputs, Tensor):
+        raise InputError("example_inputs must be a sequence of tensors", remedy="pass example_inputs=(x,)")
     shared = model.__dict__.get("precgraph")
     if isinstance(shared, Compiled):
         return _compiled(
             _original(model), mode, recipe or shared.recipe, shared.backend if backend == "auto" else backend,
             checked or shared.checked, shared, shared.example_inputs,
         )  # fmt: skip
+    require_own_forward(model)
     require_supported(model)
     return _compiled(model, mode, recipe or Recipe.jet_rl(), backend, checked, None, example_inputs)
 
@@ -309,9 +313,19 @@ def _compiled(
     model: nn.Module, mode: str, recipe: Recipe, backend: str, checked: bool, shared: Compiled | None,
     example_inputs: Sequence[Tensor] | None = None,
 ) -> Any:  # fmt: skip
+    for key in ("edge", "master"):
+        if getattr(recipe.gradient, key) != "bfloat16":
+            raise LoweringError(
+                f"gradient.{key} = {getattr(recipe.gradient, key)!r} describes another stack; here it is bfloat16",
+                remedy=f'set gradient.{key} = "bfloat16"',
+            )
     traced = shared.trace if shared else trace(model, example_inputs)
+    if not traced.tensors:
+        raise UnsupportedModelError(f"{type(model).__name__} has no parameter or buffer: there is nothing to compile")
     device = next(iter(traced.tensors.values())).device
     program = build_lowered(traced.graph, mode, recipe, backend, device)
+    if traced.graph.causal_lm and recipe.arithmetic == "exact":
+        require_token_local(program)
     masters = dict(traced.tensors)
     store = shared.store if shared else WeightStore(masters, checked=checked)
     if checked:
@@ -322,88 +336,22 @@ def _compiled(
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "own_class": own}
     result: Any = _shallow(model, type(own.__name__, (mixin, own), names))
     runner = Runner(program, store, checked)
-    places = _places(model, masters)
     result.__dict__["precgraph"] = Compiled(
-        traced, mode, recipe, backend, checked, store, runner, places, example_inputs
+        traced, mode, recipe, backend, checked, store, runner, _places(model), example_inputs
     )
     return result
 
 
-def _places(model: nn.Module, masters: dict[str, Tensor]) -> tuple[tuple[dict[str, Any], str, str], ...]:
-    """Where the model keeps each master: the owning module's dictionary, the name in it, and the path."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    places = []
-    for path in masters:
-        parent, _, name = path.rpartition(".")
-        for owner in (modules[parent]._parameters, modules[parent]._buffers) if parent in modules else ():
-            if name in owner:
-                places.append((owner, name, path))
-    return tuple(places)
+def _places(model: nn.Module) -> tuple[Place, ...]:
+    """Everything that the model's modules hold, so that a replacement is noticed."""
+    return tuple(
+        Place(owner, name, value, f"{prefix}.{name}".removeprefix("."))
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for owner in (module._modules, module._parameters, module._buffers)
+        for name, value in owner.items()
+    )
 
 
 def build_lowered(raw: PrecisionGraph, mode: str, recipe: Recipe, backend: str, device: torch.device) -> Program:
     """Passes, lowering and segmentation of one mode."""
     return build_program(lower(build(raw, mode, recipe), backend, device))
-
-
-# ------------------------------------------------------------------------------------ log-probabilities
-
-
-def token_logprobs(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    *,
-    temperature: float | Tensor = 1.0,
-    entropy: bool = False,
-    cu_seq_lens: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probabilities of the tokens of ``input_ids [B, S]`` under a compiled causal language model.
-
-    Returns fp32 ``[B, S - 1]``, whose entry ``t`` is log p(token ``t + 1`` | tokens up to ``t``) of the distribution
-    after ``temperature``, over the full vocabulary, bit for bit what an engine reports for a token that it sampled.
-    Entries that predict nothing (padding, the first token of a sequence) are 0. ``temperature`` is one number, or
-    ``[B]``, one a row. With ``entropy``, also the entropies in nats. Differentiable; logits are made %d rows at a time.
-    """
-    compiled: Compiled | None = getattr(model, "precgraph", None)
-    if compiled is None or not compiled.trace.graph.causal_lm:
-        raise InputError(
-            "token_logprobs needs a compiled causal language model", remedy="call precgraph.compile(model) first"
-        )
-    packed = pack(input_ids, attention_mask, position_ids, cu_seq_lens, model.config.vocab_size)
-    divisors = _temperatures(temperature, packed)
-    hidden = compiled.hidden(
-        packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(model.is_gradient_checkpointing)
-    )
-    last = torch.tensor([b - 1 for b in packed.bounds[1:]], device=hidden.device)
-    rows = torch.arange(packed.ids.shape[1], device=hidden.device)
-    rows = rows[~torch.isin(rows, last)]
-    targets = packed.ids[0, rows + 1]
-
-    def score(part: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
-        if not entropy:
-            return logprobs_from_logits(compiled.logits(part), ids, divisor)[:, None]
-        return torch.stack(logprobs_from_logits(compiled.logits(part), ids, divisor, entropy=True), -1)
-
-    chunks = zip(*(x.split(LOGPROB_ROWS) for x in (rows, targets, divisors[rows])), strict=True)
-    parts = [
-        torch_checkpoint(score, hidden[:, r], i, d, use_reentrant=False)
-        if hidden.requires_grad
-        else score(hidden[:, r], i, d)
-        for r, i, d in chunks
-    ]
-    out = packed.unpack(torch.cat(parts), rows)[:, :-1]
-    return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
-
-
-def _temperatures(temperature: float | Tensor, packed: Packed) -> Tensor:
-    """The temperature of every packed token, ``[T]`` fp32."""
-    given = torch.as_tensor(temperature, dtype=torch.float32, device=packed.ids.device)
-    rows, width = packed.shape
-    if given.numel() not in (1, rows) or given.dim() > 1:
-        raise InputError(f"temperature must be one number or one for each of the {rows} rows, not {list(given.shape)}")
-    return given.expand(rows)[packed.where // width]
-
-
-token_logprobs.__doc__ = (token_logprobs.__doc__ or "") % LOGPROB_ROWS

@@ -45,6 +45,12 @@ def pack(
     positions, where Hugging Face would count the padding. Without one, every row is a sequence, or, if B is 1, the
     sequences begin where ``position_ids`` do not continue or where ``cu_seq_lens`` say.
     """
+    for name, given in (
+        ("input_ids", input_ids), ("attention_mask", attention_mask), ("position_ids", position_ids),
+        ("cu_seq_lens", cu_seq_lens),
+    ):  # fmt: skip
+        if given is not None and not isinstance(given, Tensor):
+            raise InputError(f"{name} must be a tensor, not {type(given).__name__}", remedy="pass torch.tensor(...)")
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"input_ids must be integers [batch, tokens], not {_describe(input_ids)}")
     rows, width = input_ids.shape
@@ -99,6 +105,11 @@ def _check_mask(mask: Tensor | None, input_ids: Tensor) -> Tensor:
             remedy="pass the tokenizer's 2-D mask; causality and windows are part of the program",
         )
     valid = mask.bool()
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise InputError(
+            "attention_mask holds other values than 0 and 1",
+            remedy="pass the tokenizer's 2-D mask; additive masks and sequence numbers mean something else",
+        )
     starts = (valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0]
     if bool((starts > 1).any()):
         row = int((starts > 1).nonzero()[0])
@@ -120,6 +131,12 @@ def _bounds(lengths: list[int], positions: Tensor | None) -> tuple[int, ...]:
     """Cumulative starts: one sequence a row, or of one packed row where positions do not continue."""
     if positions is not None:
         breaks = ((positions[1:] - positions[:-1]) != 1).nonzero().flatten() + 1
+        if bool((positions[breaks] != 0).any()):
+            at = int(breaks[positions[breaks] != 0][0])
+            raise InputError(
+                f"position_ids jump from {int(positions[at - 1])} to {int(positions[at])}",
+                remedy="sequences packed into one row restart at 0; otherwise say where they begin in cu_seq_lens",
+            )
         return (0, *breaks.tolist(), positions.shape[0])
     bounds = [0]
     for length in lengths:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from precgraph.errors import InputError
 
+MIN_TEMPERATURE = 1e-6  # below it, logits / temperature may overflow
+
 
 @overload
 def logprobs_from_logits(
@@ -30,8 +32,11 @@ def logprobs_from_logits(
     if logits.dtype != torch.float32:
         logits = logits.float()
     divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
-    if not bool((divisor > 0).all()):
-        raise InputError("temperature must be positive", remedy="greedy sampling is scored at temperature 1")
+    if not bool(((divisor >= MIN_TEMPERATURE) & divisor.isfinite()).all()):
+        raise InputError(
+            f"temperature must be positive, at least {MIN_TEMPERATURE}, and finite",
+            remedy="greedy sampling is scored at temperature 1",
+        )
     logp = torch.log_softmax(logits / divisor.reshape(-1, 1), dim=-1)
     chosen = logp.gather(-1, ids.reshape(-1, 1)).squeeze(-1)
     if not entropy:

@@ -197,7 +197,7 @@ def require_numerics_state() -> None:
                 f"float32 matmul precision is {backend.fp32_precision!r} on {name}, which rounds fp32 operands",
                 remedy="call torch.set_float32_matmul_precision('highest')",
             )
-    if float(torch.tensor(1e-40) * 1.0) == 0.0:
+    if float(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0) == 0.0:
         raise NumericsStateError("subnormal numbers are flushed to zero", remedy="call torch.set_flush_denormal(False)")
 
 

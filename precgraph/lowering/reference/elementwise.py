@@ -31,7 +31,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight: Tensor, eps: float) -> tupl
     normed, reciprocal = _normed(x, eps)
     dweight = (dy.float() * normed.to(x.dtype).float()).flatten(0, -2).sum(0)
     g = (dy * weight).float()
-    mean = ordered_sum(g * normed) / torch.tensor(float(x.shape[-1]), device=x.device)
+    mean = ordered_sum(g * normed) / torch.tensor(float(x.shape[-1]), dtype=torch.float32, device=x.device)
     return (reciprocal * (g - normed * mean)).to(x.dtype), dweight.to(weight.dtype)
 
 
@@ -47,7 +47,7 @@ def wide_rms_norm_backward(
     normed, reciprocal = _normed(x, eps)
     wide = dy.float()
     g = wide * (offset + weight.float())
-    mean = ordered_sum(g * normed) / torch.tensor(float(x.shape[-1]), device=x.device)
+    mean = ordered_sum(g * normed) / torch.tensor(float(x.shape[-1]), dtype=torch.float32, device=x.device)
     return (reciprocal * (g - normed * mean)).to(x.dtype), (wide * normed).flatten(0, -2).sum(0).to(weight.dtype)
 
 
@@ -66,7 +66,7 @@ def softcap_backward(dy: Tensor, x: Tensor, cap: float) -> Tensor:
 def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``x̂ = x * r`` and ``r``, fp32; the division is by a tensor, since a Python number would be inverted on CUDA."""
     wide = x.float()
-    mean = ordered_sum(wide * wide) / torch.tensor(float(x.shape[-1]), device=x.device)
+    mean = ordered_sum(wide * wide) / torch.tensor(float(x.shape[-1]), dtype=torch.float32, device=x.device)
     reciprocal = 1 / torch.sqrt(mean + eps)
     return wide * reciprocal, reciprocal
 

@@ -1,0 +1,87 @@
+"""token_logprobs: what a trainer calls to score the tokens of a batch."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from precgraph.errors import InputError
+from precgraph.runtime.compiled import Compiled
+from precgraph.runtime.contexts import PackedContext
+from precgraph.runtime.inputs import Packed, pack
+from precgraph.runtime.logprobs import logprobs_from_logits
+
+LOGPROB_ROWS = 512  # rows of logits that token_logprobs holds at a time
+
+
+@overload
+def token_logprobs(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = ..., position_ids: Tensor | None = ..., *,
+    temperature: float | Tensor = ..., entropy: Literal[False] = ..., cu_seq_lens: Tensor | None = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def token_logprobs(
+    model: Any, input_ids: Tensor, attention_mask: Tensor | None = ..., position_ids: Tensor | None = ..., *,
+    temperature: float | Tensor = ..., entropy: Literal[True], cu_seq_lens: Tensor | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def token_logprobs(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    cu_seq_lens: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of the tokens of ``input_ids [B, S]`` under a compiled causal language model.
+
+    Returns fp32 ``[B, S - 1]``, whose entry ``t`` is log p(token ``t + 1`` | tokens up to ``t``) of the distribution
+    after ``temperature``, over the full vocabulary, bit for bit what an engine reports for a token that it sampled.
+    Entries that predict nothing (padding, the first token of a sequence) are 0. ``temperature`` is one number, or
+    ``[B]``, one a row. With ``entropy``, also the entropies in nats. Differentiable; logits are made %d rows at a time.
+    """
+    compiled: Compiled | None = getattr(model, "precgraph", None)
+    if compiled is None or not compiled.trace.graph.causal_lm:
+        raise InputError(
+            "token_logprobs needs a compiled causal language model", remedy="call precgraph.compile(model) first"
+        )
+    packed = pack(input_ids, attention_mask, position_ids, cu_seq_lens, model.config.vocab_size)
+    divisors = _temperatures(temperature, packed)
+    hidden = compiled.hidden(
+        packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(model.is_gradient_checkpointing)
+    )
+    last = torch.tensor([b - 1 for b in packed.bounds[1:]], device=hidden.device)
+    rows = torch.arange(packed.ids.shape[1], device=hidden.device)
+    rows = rows[~torch.isin(rows, last)]
+    targets = packed.ids[0, rows + 1]
+
+    def score(part: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
+        if not entropy:
+            return logprobs_from_logits(compiled.logits(part), ids, divisor)[:, None]
+        return torch.stack(logprobs_from_logits(compiled.logits(part), ids, divisor, entropy=True), -1)
+
+    chunks = zip(*(x.split(LOGPROB_ROWS) for x in (rows, targets, divisors[rows])), strict=True)
+    parts = [
+        torch_checkpoint(score, hidden[:, r], i, d, use_reentrant=False)
+        if hidden.requires_grad
+        else score(hidden[:, r], i, d)
+        for r, i, d in chunks
+    ]
+    out = packed.unpack(torch.cat(parts), rows)[:, :-1]
+    return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
+
+
+def _temperatures(temperature: float | Tensor, packed: Packed) -> Tensor:
+    """The temperature of every packed token, ``[T]`` fp32."""
+    given = torch.as_tensor(temperature, dtype=torch.float32, device=packed.ids.device)
+    rows, width = packed.shape
+    if given.numel() not in (1, rows) or given.dim() > 1:
+        raise InputError(f"temperature must be one number or one for each of the {rows} rows, not {list(given.shape)}")
+    return given.expand(rows)[packed.where // width]
+
+
+token_logprobs.__doc__ = (token_logprobs.__doc__ or "") % LOGPROB_ROWS

@@ -215,7 +215,7 @@ def test_a_checkpoint_that_does_not_fit(fault: str, checkpoint: Callable[..., An
     else:
         tensors[name.replace("down_proj", "down_proj.base_layer")] = tensors.pop(name)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    messages = {"shape": r"holds bfloat16\[160, 280\]", "missing": "lacks 1 of", "extra": "no parameter of this name"}
+    messages = {"shape": r"holds bfloat16\[160, 280\]", "missing": "lacks 1 of", "extra": "it lacks 'model.layers.1"}
     with pytest.raises(InputError, match=messages[fault]):
         start(path)
 

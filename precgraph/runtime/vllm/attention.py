@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
-from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder
+from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
 from precgraph.errors import LoweringError
@@ -68,6 +68,10 @@ class _NoImpl(AttentionImpl):  # type: ignore[misc]
 
 class ReferenceBackend(CPUAttentionBackend):  # type: ignore[misc]
     """vLLM's CPU backend with our metadata; its name and cache layout stay."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(1)]  # the context reads pages of any size
 
     @staticmethod
     def get_impl_cls() -> type[Any]:

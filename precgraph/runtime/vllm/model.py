@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from precgraph import ops
 from precgraph.errors import UnsupportedModelError
 from precgraph.graph import PrecisionGraph
+from precgraph.loading import load_model
 from precgraph.runtime.compiled import Compiled, build_lowered
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.vllm import ARCHITECTURE
 from precgraph.runtime.vllm.config import KEY, recipe_of
-from precgraph.runtime.vllm.weights import RolloutStore, skeleton, wire
+from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, skeleton, wire
 from precgraph.trace import require_supported, trace
 
 
@@ -43,7 +44,7 @@ class PrecGraphForCausalLM(nn.Module):
             store = RolloutStore(traced, program, device)
         traced.tensors.clear()  # the parameters of the skeleton, which were never written
         self.compiled = Compiled(traced, "infer", recipe, "auto", False, store, Runner(program, store), places=())
-        self.config = config
+        self.config, self.checkpoint = config, vllm_config.model_config.model
         self.layers = nn.ModuleDict(
             {str(spec.layer): _attention(spec, vllm_config, prefix) for spec in _specs(program.graph)}
         )
@@ -74,7 +75,11 @@ class PrecGraphForCausalLM(nn.Module):
             raise UnsupportedModelError(
                 "the weights are a trainer's in this process", remedy="actor.sync() refreshes them"
             )
-        store.load(weights)
+        try:
+            store.load(weights)
+        except UnknownNameError:
+            # Checkpoints of some families (experts one by one) are put together by transformers' own mapping.
+            store.load(load_model(self.checkpoint).state_dict().items())
         return set()
 
     # -------------------------------------------------------------------- what precgraph calls

@@ -24,6 +24,10 @@ from precgraph.trace import Trace
 SCALES = "_scale_inv"
 
 
+class UnknownNameError(InputError):
+    """A checkpoint's tensor has a name that the model's parameters do not have."""
+
+
 class RolloutStore(WeightStore):
     """A store that is filled from a checkpoint or by updates, group by group; masters that no kernel reads stay away.
 
@@ -92,9 +96,7 @@ class RolloutStore(WeightStore):
     def _path(self, name: str, weight: Tensor) -> str:
         path = self.names.get(name)
         if path is None:
-            raise InputError(
-                "the model has no parameter of this name", path=name, remedy="save it with save_pretrained"
-            )
+            raise UnknownNameError("the model has no parameter of this name", path=name)
         master = self.masters[path]
         if weight.shape != master.shape or weight.dtype != master.dtype:
             raise InputError(

@@ -14,7 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from precgraph.errors import InputError, LoweringError, StaleWeightsError, UnsupportedModelError
 from precgraph.graph import PrecisionGraph, output_node, tensor
-from precgraph.lowering.lower import lower
+from precgraph.lowering.lower import lower, target
 from precgraph.lowering.program import Program, Segment, build_program
 from precgraph.lowering.registry import Kernel
 from precgraph.passes.pipeline import build
@@ -322,7 +322,7 @@ def _compiled(
     traced = shared.trace if shared else trace(model, example_inputs)
     if not traced.tensors:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameter or buffer: there is nothing to compile")
-    device = next(iter(traced.tensors.values())).device
+    device = target(traced.tensors.values())
     program = build_lowered(traced.graph, mode, recipe, backend, device)
     if traced.graph.causal_lm and recipe.arithmetic == "exact":
         require_token_local(program)

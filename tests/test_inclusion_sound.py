@@ -149,9 +149,12 @@ def test_values_of_a_plain_module(values: tuple[float, float], count: int) -> No
 def test_values_that_are_not_there_are_not_proved() -> None:
     model = _Affine(1.0, 2.0).to("meta")
     model.constant = model.constant.to("meta")
-    report = check_inclusion(*graphs(model, model, torch.zeros(1, 4, 64, dtype=torch.bfloat16, device="meta")))
+    x = torch.zeros(1, 4, 64, dtype=torch.bfloat16, device="meta")
+    report = check_inclusion(*graphs(model, model, x))
     assert report.ok
     assert {f.code for f in report.not_proved} == {"PG907 buffer values unknown"}
+    one = trace(model, (x,))  # two programs of one model read the same buffers
+    assert check_inclusion(*(lowered(one, mode, JET, "auto", CPU) for mode in ("train", "infer"))).not_proved == ()
 
 
 # ------------------------------------------------------------------------------- device and versions

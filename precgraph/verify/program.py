@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from precgraph.errors import CheckError
-from precgraph.graph import PrecisionGraph, Record
+from precgraph.graph import Parameter, PrecisionGraph, Record
 
 LEAVES = ("parameter", "input")
 # IEEE addition and multiplication commute: which operand comes first changes no bit.
@@ -93,11 +93,11 @@ class Program:
 
     def content(self, name: str) -> str:
         """The hash of the values of a buffer or constant that a node reads; empty where they are not known."""
-        return self.parameters[self.records[name].parameter or ""].content
+        return self.tensor_record(name).content
 
-    def is_buffer(self, name: str) -> bool:
-        """Whether a parameter node reads a buffer or a constant, whose values are part of the program."""
-        return self.parameters[self.records[name].parameter or ""].buffer
+    def tensor_record(self, name: str) -> Parameter:
+        """What is known of the tensor that a parameter node reads."""
+        return self.parameters[self.records[name].parameter or ""]
 
     def knows(self, tensor: tuple[str, frozenset[str]]) -> bool:
         """Whether one of the names of a tensor (of another program) is a name here."""

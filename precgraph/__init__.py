@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from precgraph.checking import check
     from precgraph.errors import (
         CheckError,
+        DigestError,
         GraphError,
         InputError,
         LoweringError,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         PrecGraphError,
         RecipeError,
         StaleWeightsError,
+        SyncError,
         TraceError,
         UnsupportedModelError,
     )
@@ -34,9 +36,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "CheckError", "Format", "GraphError", "InputError", "LoweringError", "NonFiniteError", "NumericsStateError",
-    "PrecGraphError", "PrecisionGraph", "Recipe", "RecipeError", "Report", "StaleWeightsError", "TraceError",
-    "UnsupportedModelError", "check", "compile", "token_logprobs",
+    "CheckError", "DigestError", "Format", "GraphError", "InputError", "LoweringError", "NonFiniteError",
+    "NumericsStateError", "PrecGraphError", "PrecisionGraph", "Recipe", "RecipeError", "Report", "StaleWeightsError", "SyncError",
+    "TraceError", "UnsupportedModelError", "check", "compile", "token_logprobs",
 ]  # fmt: skip
 
 _HOMES = {

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import tomlkit
-
 from precgraph.errors import RecipeError
 from precgraph.formats import Format
 
@@ -196,6 +194,8 @@ class Recipe:
 
     def save(self, path: str | Path) -> None:
         """Write the recipe as TOML."""
+        import tomlkit  # only writing needs it, and importing precgraph should not
+
         document = tomlkit.document()
         document.add(tomlkit.comment("precgraph recipe: every rule that can change a bit of the result"))
         document.update(self.to_dict())

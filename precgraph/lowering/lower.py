@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 import precgraph
 from precgraph.graph import PrecisionGraph, annotate, output_node
-from precgraph.lowering.registry import AUTO, Kernel, backends, select
+from precgraph.lowering.registry import AUTO, backends, select
 
 
 def target(tensors: Iterable[Tensor]) -> torch.device:
@@ -53,8 +53,3 @@ def _libraries(graph: PrecisionGraph) -> tuple[str, ...]:
             stack.extend(node.all_input_nodes)
             found.add(node.meta["kernel"].library if "kernel" in node.meta else "")
     return tuple(sorted(found - {""}))
-
-
-def kernels(graph: PrecisionGraph) -> dict[str, Kernel]:
-    """The kernel of every lowered node, by node name: what will run."""
-    return {n.name: n.meta["kernel"] for n in graph if "kernel" in n.meta}

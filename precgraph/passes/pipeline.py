@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from precgraph.graph import PrecisionGraph
@@ -18,7 +18,6 @@ from precgraph.passes.spec import check_spec
 from precgraph.recipe import Recipe
 
 Pass = Callable[[PrecisionGraph], PrecisionGraph]
-Observer = Callable[[str, PrecisionGraph], None]
 
 
 def passes_for(mode: str, recipe: Recipe) -> list[tuple[str, Pass]]:
@@ -37,13 +36,8 @@ def passes_for(mode: str, recipe: Recipe) -> list[tuple[str, Pass]]:
     return [*common, *{"train": train, "infer": infer}[mode], ("fuse_quantize", fuse_quantize)]
 
 
-def build(
-    raw: PrecisionGraph, mode: str, recipe: Recipe, *, check: bool = False, observe: Sequence[Observer] = ()
-) -> PrecisionGraph:
-    """Run the passes of ``mode`` on a copy of ``raw``; with ``check`` the spec rules run after each.
-
-    ``observe`` callbacks receive the name of each pass and the graph after it (not to be kept: later passes change it).
-    """
+def build(raw: PrecisionGraph, mode: str, recipe: Recipe, *, check: bool = False) -> PrecisionGraph:
+    """Run the passes of ``mode`` on a copy of ``raw``; with ``check`` the spec rules run after each."""
     graph = raw.copy()
     graph.mode = mode
     for name, apply in passes_for(mode, recipe):
@@ -51,6 +45,4 @@ def build(
         graph.passes.append(name)
         if check:
             check_spec(graph, after=name)
-        for callback in observe:
-            callback(name, graph)
     return graph

@@ -37,8 +37,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckError", "DigestError", "Format", "GraphError", "InputError", "LoweringError", "NonFiniteError",
-    "NumericsStateError", "PrecGraphError", "PrecisionGraph", "Recipe", "RecipeError", "Report", "StaleWeightsError", "SyncError",
-    "TraceError", "UnsupportedModelError", "check", "compile", "token_logprobs",
+    "NumericsStateError", "PrecGraphError", "PrecisionGraph", "Recipe", "RecipeError", "Report",
+    "StaleWeightsError", "SyncError", "TraceError", "UnsupportedModelError", "check", "compile", "token_logprobs",
 ]  # fmt: skip
 
 _HOMES = {

@@ -1,0 +1,228 @@
+"""What is refused because it would otherwise be silently wrong: each case once gave a number without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import CohereConfig, CohereForCausalLM
+
+import precgraph
+from precgraph import InputError, LoweringError, StaleWeightsError, TraceError, UnsupportedModelError
+from tests.families import causal_lm
+
+IDS = torch.arange(2, 14)[None]
+
+
+def llama() -> Any:
+    return causal_lm("llama")
+
+
+class Plain(nn.Module):
+    """A linear and whatever ``make`` returns from it."""
+
+    def __init__(self, make: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 32)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(self, x)
+
+
+X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def compile_plain(make: Callable[[Any, Tensor], Any]) -> Any:
+    return precgraph.compile(Plain(make).bfloat16(), example_inputs=(X,))
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def test_a_forward_set_on_the_instance() -> None:
+    model = llama()
+    forward = model.forward
+    model.forward = forward
+    with pytest.raises(UnsupportedModelError, match="forward was replaced"):
+        precgraph.compile(model)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_on_the_model_itself(register: str) -> None:
+    model = llama()
+    getattr(model, register)(lambda *args: None)
+    with pytest.raises(UnsupportedModelError, match="run twice"):
+        precgraph.compile(model)
+
+
+def test_backward_hooks_name_their_module() -> None:
+    model = llama()
+    model.model.layers[1].mlp.register_full_backward_hook(lambda *args: None)
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp"):
+        precgraph.compile(model)
+
+
+def test_compiling_in_inference_mode() -> None:
+    with torch.inference_mode(), pytest.raises(InputError, match="inference_mode"):
+        precgraph.compile(llama())
+
+
+def test_a_torch_compiled_model() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"torch\.compile"):
+        precgraph.compile(torch.compile(llama()))
+
+
+REPLACED: dict[str, Callable[[Any], None]] = {
+    "model.layers.0.mlp.up_proj": lambda m: setattr(m.model.layers[0].mlp, "up_proj", nn.Linear(192, 448)),
+    "model.layers": lambda m: setattr(m.model, "layers", m.model.layers[:1]),
+    "model.layers.0.mlp.act_fn": lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.ReLU()),
+    "lm_head": lambda m: setattr(m, "lm_head", nn.Linear(192, 997)),
+}
+
+
+@pytest.mark.parametrize("path", REPLACED)
+def test_a_module_replaced_after_compile(path: str) -> None:
+    actor = precgraph.compile(llama())
+    actor(IDS)
+    REPLACED[path](actor)
+    with pytest.raises(StaleWeightsError, match=path.replace(".", r"\.")):
+        actor(IDS)
+
+
+def test_logits_that_no_linear_makes() -> None:
+    config = CohereConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, logit_scale=0.25, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = CohereForCausalLM._from_config(config, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match="lm_head"):
+        precgraph.compile(model)
+
+
+def test_a_layer_that_mixes_the_tokens_of_a_batch() -> None:
+    model = llama()
+
+    class Mean(nn.Module):
+        """Adds the mean of all tokens, whichever sequence they belong to."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x) + x.mean(1, keepdim=True)
+            return out
+
+    model.model.layers[0].mlp = Mean(model.model.layers[0].mlp)
+    with pytest.raises(UnsupportedModelError, match="treat each token alone"):
+        precgraph.compile(model)
+
+
+OUTPUTS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "a dict": lambda m, x: {"y": m.linear(x)},
+    "None beside it": lambda m, x: (m.linear(x), None),
+    "a constant": lambda m, x: (m.linear(x), 3.0),
+    "the input": lambda m, x: x,
+    "one value twice": lambda m, x: (m.linear(x),) * 2,
+    "a parameter": lambda m, x: (m.linear(x), m.linear.weight),
+}
+
+
+@pytest.mark.parametrize("what", OUTPUTS)
+def test_outputs_that_a_program_cannot_return(what: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="must return a tensor"):
+        compile_plain(OUTPUTS[what])
+
+
+def test_a_tuple_of_one_stays_a_tuple() -> None:
+    result = compile_plain(lambda m, x: (m.linear(x),))(X)
+    assert isinstance(result, tuple) and len(result) == 1 and result[0].shape == (8, 32)
+
+
+def test_a_number_read_out_of_a_tensor() -> None:
+    with pytest.raises(TraceError, match="read out of a tensor"):
+        compile_plain(lambda m, x: m.linear(x) * x.sum().item())
+
+
+def test_a_module_without_tensors() -> None:
+    with pytest.raises(UnsupportedModelError, match="nothing to compile"):
+        precgraph.compile(nn.ReLU(), example_inputs=(X,))
+
+
+@pytest.mark.parametrize("key", ["edge", "master"])
+def test_gradient_rules_that_no_program_has(key: str) -> None:
+    data = precgraph.Recipe.jet_rl().to_dict()
+    data["gradient"][key] = "float32"
+    with pytest.raises(LoweringError, match=f"gradient.{key}"):
+        precgraph.compile(llama(), recipe=precgraph.Recipe.from_dict(data))
+
+
+def test_an_output_dtype_that_no_kernel_writes() -> None:
+    data = precgraph.Recipe.jet_rl().to_dict()
+    data["linear"]["output"] = "float32"
+    with pytest.raises(LoweringError, match="no kernel"):
+        precgraph.compile(llama(), recipe=precgraph.Recipe.from_dict(data))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", {}])
+def test_a_recipe_is_a_recipe(recipe: Any) -> None:
+    with pytest.raises(InputError, match="must be a Recipe"):
+        precgraph.compile(llama(), recipe=recipe)
+
+
+# ------------------------------------------------------------------------------------------ inputs
+
+
+@pytest.fixture(scope="module")
+def actor() -> Any:
+    return precgraph.compile(llama())
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.tensor([[1] * 5 + [2] * 7]),
+        torch.tensor([[0.0] * 8 + [torch.finfo(torch.float32).min] * 4]),
+        torch.full((1, 12), float("nan")),
+    ],
+    ids=["sequence numbers", "additive", "nan"],
+)
+def test_masks_that_mean_something_else(actor: Any, mask: Tensor) -> None:
+    with pytest.raises(InputError, match="other values than 0 and 1"):
+        precgraph.token_logprobs(actor, IDS, mask)
+
+
+def test_a_gap_in_the_positions(actor: Any) -> None:
+    positions = torch.tensor([[*range(6), *range(100, 106)]])
+    with pytest.raises(InputError, match="jump from 5 to 100"):
+        precgraph.token_logprobs(actor, IDS, position_ids=positions)
+
+
+def test_labels_on_padding(actor: Any) -> None:
+    mask = torch.ones_like(IDS)
+    mask[0, 9:] = 0
+    with pytest.raises(InputError, match="masked positions"):
+        actor(IDS, attention_mask=mask, labels=IDS)
+    assert torch.isfinite(actor(IDS, attention_mask=mask, labels=IDS.masked_fill(mask == 0, -100)).loss)
+
+
+@pytest.mark.parametrize("labels", [IDS.int(), IDS[:, :5], IDS + 5000, IDS - 50], ids=["int32", "shape", "high", "low"])
+def test_labels_that_are_none(actor: Any, labels: Tensor) -> None:
+    with pytest.raises(InputError, match="labels"):
+        actor(IDS, labels=labels)
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 0.0, float("inf"), float("nan")])
+def test_temperatures_that_overflow(actor: Any, temperature: float) -> None:
+    with pytest.raises(InputError, match="temperature"):
+        precgraph.token_logprobs(actor, IDS, temperature=temperature)
+
+
+@pytest.mark.parametrize("ids", [IDS.tolist(), IDS.numpy()], ids=["list", "numpy"])
+def test_ids_are_a_tensor(actor: Any, ids: Any) -> None:
+    with pytest.raises(InputError, match="must be a tensor"):
+        actor(ids)

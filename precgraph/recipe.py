@@ -32,7 +32,7 @@ class LinearRule:
 
     ``activation`` and ``weight`` are FProp's operands; DGrad multiplies ``grad_output`` by the same ``weight``;
     WGrad multiplies ``wgrad_grad_output`` by ``wgrad_activation``, which is what the forward saves. ``accumulate`` is
-    the dtype in which products are summed, ``output`` the dtype that a GEMM writes (bias is added after rounding).
+    the dtype in which products are summed, ``output`` the dtype that a GEMM writes, to which ``bias`` is added.
     """
 
     activation: Format | None = _fp8("1x128")
@@ -42,6 +42,7 @@ class LinearRule:
     wgrad_activation: Format | None = _fp8("128x1")
     accumulate: str = "float32"
     output: str = "bfloat16"
+    bias: str = "after_rounding"
     fuse_projections: bool = True
 
 
@@ -66,10 +67,13 @@ class HeadRule:
 
 @dataclass(frozen=True, slots=True)
 class NormRule:
-    """RMSNorm: dtype of its arithmetic, and order of its sum (``pieces512``: pieces of 512 in order, then halves)."""
+    """RMSNorm: dtype of its arithmetic, and order of its sum (``pieces512``: pieces of 512 in order, then halves).
+
+    Where the result is rounded, before or after the weight, is the ``model``'s own definition."""
 
     compute: str = "float32"
     reduction: str = "pieces512"
+    cast: str = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,8 @@ class Recipe:
             ("gradient.edge", self.gradient.edge), ("gradient.master", self.gradient.master),
         ):  # fmt: skip
             _choice(key, value, DTYPES)
+        _choice("linear.bias", self.linear.bias, ("after_rounding",))
+        _choice("norm.cast", self.norm.cast, ("model",))
         _choice("norm.reduction", self.norm.reduction, ("pieces512", "aten"))
         _choice("rope.table", self.rope.table, ("model", *DTYPES))
         _choice("rope.compute", self.rope.compute, ("model", *DTYPES))
@@ -198,6 +204,9 @@ class Recipe:
 
         document = tomlkit.document()
         document.add(tomlkit.comment("precgraph recipe: every rule that can change a bit of the result"))
+        document.add(
+            tomlkit.comment("FP8 codes are rounded to nearest even after clamping to the dtype's largest value")
+        )
         document.update(self.to_dict())
         Path(path).write_text(tomlkit.dumps(document))
 

@@ -18,6 +18,7 @@ import torch
 from precgraph import __version__
 from precgraph.errors import LoweringError, UnsupportedModelError
 from precgraph.lowering import registry
+from precgraph.runtime.runner import subnormals_are_flushed
 from precgraph.runtime.vllm import versions
 
 # Packages by the names of their distributions; the first that is installed counts.
@@ -140,7 +141,7 @@ def _vllm() -> Status:
 
 def flags() -> list[Status]:
     """Global switches of this process that change fp32 results, as they are now."""
-    flushed = float(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0) == 0.0
+    flushed = subnormals_are_flushed()
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     override = os.environ.get("NVIDIA_TF32_OVERRIDE")
     subnormal = "flushed to zero" if flushed else "kept"

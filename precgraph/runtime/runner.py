@@ -197,8 +197,13 @@ def require_numerics_state() -> None:
                 f"float32 matmul precision is {backend.fp32_precision!r} on {name}, which rounds fp32 operands",
                 remedy="call torch.set_float32_matmul_precision('highest')",
             )
-    if float(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0) == 0.0:
+    if subnormals_are_flushed():
         raise NumericsStateError("subnormal numbers are flushed to zero", remedy="call torch.set_flush_denormal(False)")
+
+
+def subnormals_are_flushed() -> bool:
+    """Whether this thread's fp32 arithmetic takes subnormal numbers for zero."""
+    return float(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0) == 0.0
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

@@ -25,7 +25,7 @@ from precgraph.stacks.matching import exact, path, regex_or_glob, skips, substri
 from precgraph.stacks.pair import Side, explain, linear_modules, parse, resolve
 from precgraph.trace import trace
 from precgraph.verify import Report, check_inclusion
-from precgraph.verify.report import RULES
+from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
 from tests.families import config, meta_lm
 

@@ -11,7 +11,7 @@ from precgraph.cli.console import console, guarded, write_json
 from precgraph.errors import InputError
 
 if TYPE_CHECKING:
-    from precgraph.verify.report import Rule
+    from precgraph.verify.rules import Rule
     from precgraph.verify.why import Why
 
 
@@ -23,7 +23,7 @@ def rule(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Explain a code of a report: what it means, why it matters and by how much, an example, and what to do."""
-    from precgraph.verify.report import RULES
+    from precgraph.verify.rules import RULES
     from precgraph.verify.why import WHY
 
     entries = {key: _entry(RULES[key], WHY.get(key)) for key in RULES}

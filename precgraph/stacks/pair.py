@@ -18,7 +18,8 @@ from precgraph.passes.raise_ops import raise_ops
 from precgraph.passes.rewrite import is_call
 from precgraph.recipe import Recipe
 from precgraph.stacks import Built, Request, Stack, find, get
-from precgraph.verify.report import RULES, Finding, Report, Rule
+from precgraph.verify.report import Finding, Report
+from precgraph.verify.rules import RULES, Rule
 
 
 @dataclass(frozen=True, slots=True)

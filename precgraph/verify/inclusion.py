@@ -21,7 +21,8 @@ from precgraph.graph import PrecisionGraph
 from precgraph.verify.align import Aligner, Alignment
 from precgraph.verify.program import Program, canonicalise, describe, lineage, same_tensor
 from precgraph.verify.regions import Region, Regions
-from precgraph.verify.report import RULES, Finding, Report, rule
+from precgraph.verify.report import Finding, Report
+from precgraph.verify.rules import RULES, rule
 from precgraph.verify.signature import Difference, local_differences
 
 # Attributes that may follow from the dtype of an operand.

@@ -19,7 +19,8 @@ from precgraph.checkpoint.fp8 import CODES, SCALE, tiles
 from precgraph.errors import CheckError
 from precgraph.formats import Format, quantize
 from precgraph.verify.explain import Explainer, Weight, as_bytes, changes
-from precgraph.verify.report import RULES, Finding, Report, rule
+from precgraph.verify.report import Finding, Report
+from precgraph.verify.rules import RULES, rule
 
 Step = Callable[[str], None]
 

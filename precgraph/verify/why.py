@@ -1,6 +1,6 @@
 """Why each rule matters: what was measured or read, an example, in the words of ``precgraph rule CODE``.
 
-Extends :data:`precgraph.verify.report.RULES`, whose keys these are; codes, words and remedies are only there.
+Extends :data:`precgraph.verify.rules.RULES`, whose keys these are; codes, words and remedies are only there.
 Imports nothing that is slow.
 """
 

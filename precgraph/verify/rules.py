@@ -1,0 +1,145 @@
+"""The table of rules: every kind of finding, its code, and what to do. Imports nothing that is slow.
+
+Families: PG1xx formats, PG2xx dtypes and numeric rules, PG3xx constants, PG4xx structure, PG5xx kernels, PG6xx stored
+bytes, PG9xx what is no difference by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A kind of difference: its code, the rule in words, and what to do when the two programs differ in it."""
+
+    code: str
+    words: str
+    remedy: str
+
+
+_RECIPE = "give both programs one recipe"
+RULES: dict[str, Rule] = {
+    "granularity": Rule("PG101 granularity", "the block of values that shares one scale", _RECIPE),
+    "scale_dtype": Rule("PG102 scale dtype", "what a scale is rounded to before it is used", _RECIPE),
+    "scale_rule": Rule("PG103 scale rule", "how a scale is computed from the largest value of a block", _RECIPE),
+    "divide": Rule("PG104 division", "true division by the scale, or multiplication by its reciprocal", _RECIPE),
+    "amax_floor": Rule("PG105 amax floor", "the least value that a block's maximum is taken to be", _RECIPE),
+    "source": Rule("PG106 source dtype", "the dtype that a value is rounded to before it is quantised", _RECIPE),
+    "format": Rule("PG107 format", "whether a value is stored quantised, and how", _RECIPE),
+    "rule.gemm": Rule(
+        "PG108 quantised on one side",
+        "whether a linear's GEMM multiplies quantised operands",
+        "give both programs the same linear rule and the same select.skip, select.routers and min_features",
+    ),
+    "requantize": Rule("PG109 quantised twice", "whether codes are quantised again to other scales", _RECIPE),
+    "compute": Rule("PG201 compute dtype", "the dtype of the arithmetic", _RECIPE),
+    "accumulate": Rule("PG202 accumulation", "the dtype in which products are summed", _RECIPE),
+    "dtype": Rule("PG203 dtype", "the dtype that a value is rounded to", _RECIPE),
+    "rule": Rule("PG204 numeric rule", "a named choice of the arithmetic: casts, reduction order, rounding", _RECIPE),
+    "role": Rule("PG205 role", "what a value is used as", "build both programs from one model with one version"),
+    "attribute": Rule("PG301 attribute", "a constant of the operator", "load both programs from one config"),
+    "shape": Rule("PG302 shape", "the shape of a parameter", "load both programs from one config"),
+    "content": Rule(
+        "PG303 buffer values", "the values of a buffer or constant",
+        "load both programs from one config; keep buffers as they are",
+    ),
+    "operand": Rule("PG401 operand", "which value the operator reads", "build both programs from one model"),
+    "parameter": Rule(
+        "PG402 parameter", "which parameter is read", "tie, load and name parameters alike in both programs"
+    ),
+    "missing operator": Rule(
+        "PG403 missing operator", "an operator of the training forward that the rollout lacks", _RECIPE
+    ),
+    "extra operator": Rule(
+        "PG404 extra operator", "an operator of the rollout that the training forward lacks", _RECIPE
+    ),
+    "operator": Rule("PG405 other operator", "which operator makes a value", "build both programs from one model"),
+    "numerics": Rule(
+        "PG501 kernel", "the numerics id of the kernel", "lower both programs for one backend and one device"
+    ),
+    # Level weights: what is wrong with stored bytes.
+    "requantised": Rule(
+        "PG601 quantised twice", "whether codes are made from the master, or from a weight that was quantised before",
+        "quantise the masters once, by the trainer's recipe",
+    ),
+    "scale rounded after": Rule(
+        "PG602 scale rounded after", "whether a scale is rounded to a power of two before codes are made with it",
+        "round first, then quantise",
+    ),
+    "scale transposed": Rule("PG603 scale transposed", "the order of a scale's two dimensions", "store [N, K] blocks"),
+    "scale inverted": Rule(
+        "PG604 scale inverted", "whether codes are multiplied by the stored scale, or divided", "store amax / max"
+    ),
+    "scale in bf16": Rule("PG605 scale in bf16", "the dtype that a scale is stored in", "store fp32 scales"),
+    "scale stale": Rule(
+        "PG606 stale scale", "whether codes and scales were made together", "quantise again after every update"
+    ),
+    "block grid": Rule(
+        "PG607 block grid", "where blocks start in the parts of a fused weight", "quantise each part on its own"
+    ),
+    "swapped": Rule("PG608 swapped", "which weight the codes belong to", "correct the names in the exporter"),
+    "stale weights": Rule(
+        "PG609 stale weights", "which version of the masters was quantised", "export the masters that are served"
+    ),
+    "damaged": Rule("PG610 damaged bytes", "whether every byte arrived", "copy the file again"),
+    "missing scale": Rule("PG611 missing scale", "whether codes have their scale", "export the checkpoint again"),
+    "unconsumed scale": Rule(
+        "PG612 unconsumed scale", "whether each scale has codes to multiply", "remove it, or store its weight in FP8"
+    ),
+    "layer precision": Rule(
+        "PG613 layer precision", "whether a layer is stored quantised", "give exporter and trainer the same select rule"
+    ),
+    "skip list": Rule(
+        "PG614 skip list", "whether modules_to_not_convert says what is stored", "name the plain layers in full"
+    ),
+    "missing tensor": Rule("PG615 missing tensor", "whether every tensor is stored", "export the checkpoint again"),
+    "unknown tensor": Rule("PG616 unknown tensor", "whether every stored tensor is the model's", "remove it"),
+    "missing master": Rule("PG617 missing master", "whether every tensor has a master", "restore the masters"),
+    "other bytes": Rule(
+        "PG618 other bytes", "the bytes of a tensor that is not quantised", "export the masters that are served"
+    ),
+    "stored dtype": Rule("PG619 stored dtype", "the dtype of a tensor that is not quantised", _RECIPE),
+    "scale value": Rule(
+        "PG620 scale value", "whether scales are positive and finite", "look for NaN or zero blocks in the exporter"
+    ),
+    "scale shape": Rule("PG621 scale shape", "how many scales a weight has, and of which dtype", "store [N, K] blocks"),
+    "codes transposed": Rule("PG622 codes transposed", "the order of a weight's two dimensions", "store [N, K]"),
+    "other weights": Rule(
+        "PG699 unexplained", "whether the weight is the master's at all", "name the masters that it was made from"
+    ),
+    "backward": Rule(
+        "PG901 backward only", "a rule of the backward, which no forward value depends on", "none is needed"
+    ),
+    "row_invariant": Rule(
+        "PG902 row invariance",
+        "whether a token's result is independent of the tokens beside it",
+        "replace the operator by one with an exact kernel",
+    ),
+    "renamed": Rule(
+        "PG903 other names",
+        "parameters that were matched by structure because their names differ",
+        "compare the weights too: --level weights",
+    ),
+    "skip pattern": Rule(
+        "PG905 skip pattern", "whether a skip list leaves out only layers that it names", "name the layers in full"
+    ),
+    "unused pattern": Rule(
+        "PG906 unused pattern", "whether each pattern of a skip list names a linear layer", "correct or remove it"
+    ),
+    "not_lowered": Rule(
+        "PG904 kernels not compared", "which kernels run the two programs", "lower both, then check"
+    ),
+    "no content": Rule(
+        "PG907 buffer values unknown",
+        "a buffer or constant without values (meta device)",
+        "check the models with their values loaded",
+    ),
+}  # fmt: skip
+
+
+def rule(attribute: str) -> Rule:
+    """The rule that an attribute of a node belongs to."""
+    if attribute in RULES:
+        return RULES[attribute]
+    return RULES["rule" if attribute.startswith("rule.") else "attribute"]

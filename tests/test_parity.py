@@ -242,6 +242,58 @@ def test_rows_have_their_own_temperature(pair: Pair) -> None:
             precgraph.token_logprobs(pair.actor, ids, mask, temperature=bad)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_some_rows_alone(pair: Pair, side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any entries in any order, with the bits that they have among all; lm_head sees no other row."""
+    ids, mask = padded(pair.sequences[1:4], side, extra=3)
+    temperature = torch.tensor([0.5, 1.0, 2.0])
+    whole, entropy = precgraph.token_logprobs(pair.actor, ids, mask, temperature=temperature, entropy=True)
+    rows = (mask[:, 1:] & mask[:, :-1]).bool().flatten().nonzero().flatten()
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))][:40]
+    seen: list[int] = []
+    compiled = type(pair.actor.precgraph)
+    logits = compiled.logits
+    monkeypatch.setattr(
+        compiled, "logits", lambda self, hidden: [seen.append(hidden.shape[1]), logits(self, hidden)][1]
+    )
+    for model in (pair.actor, pair.rollout):
+        some = precgraph.token_logprobs(model, ids, mask, temperature=temperature, entropy=True, rows=rows)
+        assert torch.equal(some[0], whole.flatten()[rows]) and torch.allclose(some[1], entropy.flatten()[rows])
+    assert seen == [40, 40]
+    norm = pair.actor.model.norm.weight
+    wanted, found = (
+        torch.autograd.grad(x.sum(), norm)[0]
+        for x in (
+            whole.flatten()[rows],
+            precgraph.token_logprobs(pair.actor, ids, mask, temperature=temperature, rows=rows),
+        )
+    )
+    torch.testing.assert_close(found, wanted, rtol=2**-6, atol=1e-2)
+    assert precgraph.token_logprobs(pair.actor, ids, mask, rows=rows[:0]).shape == (0,)
+    ends = (mask[:, :-1].bool() & ~(mask[:, 1:] & mask[:, :-1]).bool()).flatten().nonzero().flatten()
+    empty = (~mask[:, :-1].bool()).flatten().nonzero().flatten()
+    for bad in (empty[:1], *([ends[:1]] if len(ends) else [])):
+        with pytest.raises(precgraph.InputError, match="predicts nothing"):
+            precgraph.token_logprobs(pair.actor, ids, mask, rows=torch.cat([rows, bad]))
+    for bad in (rows.int(), rows[None], torch.tensor([-1]), torch.tensor([whole.numel()])):
+        with pytest.raises(precgraph.InputError, match="rows must be"):
+            precgraph.token_logprobs(pair.actor, ids, mask, rows=bad)
+
+
+@torch.no_grad()
+def test_packed_rows_end_with_their_sequence(pair: Pair) -> None:
+    """A packed sequence's last token predicts nothing, although another sequence follows."""
+    ids, bounds = (
+        torch.cat(pair.sequences[1:4])[None],
+        torch.tensor([0, *(len(s) for s in pair.sequences[1:4])]).cumsum(0),
+    )
+    rows = torch.tensor([int(bounds[1]), int(bounds[2]) - 2, 0])
+    some = precgraph.token_logprobs(pair.actor, ids, cu_seq_lens=bounds, rows=rows)
+    assert torch.equal(some, torch.stack([pair.logprobs[2][0], pair.logprobs[2][-1], pair.logprobs[1][0]]))
+    with pytest.raises(precgraph.InputError, match="predicts nothing"):
+        precgraph.token_logprobs(pair.actor, ids, cu_seq_lens=bounds, rows=bounds[1:2] - 1)
+
+
 def test_long_batches_are_scored_in_pieces(pair: Pair) -> None:
     """More rows than token_logprobs holds logits for, with a temperature for each row of the batch."""
     ids = pair.sequences[-1].expand(3, -1)

@@ -202,11 +202,10 @@ class Updater:
     def _logprobs(self, model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities (with gradient) and entropies (without) of the response tokens of a micro-batch."""
         scored = precgraph.token_logprobs(
-            model, micro.ids, cu_seq_lens=micro.bounds, temperature=self.config.rollout.temperature, entropy=True
-        )
-        assert isinstance(scored, tuple)
-        logprobs, entropy = scored
-        return logprobs[0, micro.rows], entropy[0, micro.rows].detach()
+            model, micro.ids, cu_seq_lens=micro.bounds, temperature=self.config.rollout.temperature, entropy=True,
+            rows=micro.rows,
+        )  # fmt: skip
+        return scored[0], scored[1].detach()
 
     @contextmanager
     def _timed(self, result: Result, phase: str, note: Note) -> Iterator[None]:

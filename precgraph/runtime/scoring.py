@@ -21,11 +21,13 @@ LOGPROB_ROWS = 512  # rows of logits that token_logprobs holds at a time
 def token_logprobs(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None = ..., position_ids: Tensor | None = ..., *,
     temperature: float | Tensor = ..., entropy: Literal[False] = ..., cu_seq_lens: Tensor | None = ...,
+    rows: Tensor | None = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def token_logprobs(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None = ..., position_ids: Tensor | None = ..., *,
     temperature: float | Tensor = ..., entropy: Literal[True], cu_seq_lens: Tensor | None = ...,
+    rows: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def token_logprobs(
     model: Any,
@@ -36,6 +38,7 @@ def token_logprobs(
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     cu_seq_lens: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-probabilities of the tokens of ``input_ids [B, S]`` under a compiled causal language model.
 
@@ -43,6 +46,10 @@ def token_logprobs(
     after ``temperature``, over the full vocabulary, bit for bit what an engine reports for a token that it sampled.
     Entries that predict nothing (padding, the first token of a sequence) are 0. ``temperature`` is one number, or
     ``[B]``, one a row. With ``entropy``, also the entropies in nats. Differentiable; logits are made %d rows at a time.
+
+    ``rows [n]`` int64 asks for some entries only, such as those of the responses: flat indices into ``[B, S - 1]``. The
+    result is then ``[n]``, bit for bit those entries, and no other row goes through lm_head. InputError for an index
+    that predicts nothing.
     """
     compiled: Compiled | None = getattr(model, "precgraph", None)
     if compiled is None or not compiled.trace.graph.causal_lm:
@@ -54,25 +61,45 @@ def token_logprobs(
     hidden = compiled.hidden(
         packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(model.is_gradient_checkpointing)
     )
-    last = torch.tensor([b - 1 for b in packed.bounds[1:]], device=hidden.device)
-    rows = torch.arange(packed.ids.shape[1], device=hidden.device)
-    rows = rows[~torch.isin(rows, last)]
-    targets = packed.ids[0, rows + 1]
+    at = _predicting(packed, rows)
+    targets = packed.ids[0, at + 1]
 
     def score(part: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
         if not entropy:
             return logprobs_from_logits(compiled.logits(part), ids, divisor)[:, None]
         return torch.stack(logprobs_from_logits(compiled.logits(part), ids, divisor, entropy=True), -1)
 
-    chunks = zip(*(x.split(LOGPROB_ROWS) for x in (rows, targets, divisors[rows])), strict=True)
+    chunks = zip(*(x.split(LOGPROB_ROWS) for x in (at, targets, divisors[at])), strict=True)
     parts = [
         torch_checkpoint(score, hidden[:, r], i, d, use_reentrant=False)
         if hidden.requires_grad
         else score(hidden[:, r], i, d)
         for r, i, d in chunks
     ]
-    out = packed.unpack(torch.cat(parts), rows)[:, :-1]
+    scored = torch.cat(parts)
+    out = packed.unpack(scored, at)[:, :-1] if rows is None else scored
     return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
+
+
+def _predicting(packed: Packed, rows: Tensor | None) -> Tensor:
+    """The packed tokens whose next token is to be scored: all that have one, or those of ``rows``."""
+    device, count = packed.ids.device, packed.ids.shape[1]
+    ends = torch.zeros(count, dtype=torch.bool, device=device)
+    ends[torch.tensor(packed.bounds[1:], device=device) - 1] = True
+    if rows is None:
+        return (~ends).nonzero().flatten()
+    height, width = packed.shape[0], packed.shape[1] - 1
+    if rows.dim() != 1 or rows.dtype != torch.int64 or not bool(((rows >= 0) & (rows < height * width)).all()):
+        raise InputError(f"rows must be a vector of int64 indices into the {height} x {width} entries of the result")
+    place = torch.full((height * (width + 1),), count, device=device)
+    place[packed.where] = torch.arange(count, device=device)
+    at = place[rows + rows // max(width, 1)]  # the result has a column less than the batch
+    if not bool((~torch.cat([ends, ends.new_ones(1)]))[at].all()):
+        raise InputError(
+            "rows hold an index that predicts nothing: padding, or the last token of a sequence",
+            remedy="an entry is named by the token before the one that it scores",
+        )
+    return at
 
 
 def _temperatures(temperature: float | Tensor, packed: Packed) -> Tensor:

@@ -23,6 +23,7 @@ from precgraph.lowering.fuse import Of, Unit, units
 from precgraph.lowering.registry import Kernel, Pack
 
 Values = dict[str, Any]
+Observe = Callable[[str, Any], Any]  # is shown each value by name and returns the one to go on with
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +75,11 @@ class Block:
     outputs: tuple[str, ...]
     steps: tuple[Step, ...]
 
-    def run(self, values: Values, *, checked: bool = False) -> tuple[Any, ...]:
-        """Run on ``values``, which holds the inputs and is used up. ``checked``: NonFiniteError names the node."""
+    def run(self, values: Values, *, checked: bool = False, observe: Observe | None = None) -> tuple[Any, ...]:
+        """Run on ``values``, which holds the inputs and is used up. ``checked``: NonFiniteError names the node.
+
+        ``observe`` is called with each value as soon as it is made; what it returns takes the value's place.
+        """
         for step in self.steps:
             result = step.run(
                 *(_fill(a, values) for a in step.args), **{k: _fill(v, values) for k, v in step.kwargs.items()}
@@ -86,6 +90,9 @@ class Block:
                 values.update(zip(step.outputs, result, strict=True))
             else:
                 values[step.name] = result
+            if observe is not None:
+                for name in step.outputs or (step.name,):
+                    values[name] = observe(name, values[name])
             for name in step.free:
                 del values[name]
         return tuple(values[name] for name in self.outputs)
@@ -169,6 +176,12 @@ class Program:
     def kernels(self) -> dict[str, Kernel]:
         """The kernel of every node, by node name."""
         return {n.name: n.meta["kernel"] for n in self.graph if "kernel" in n.meta}
+
+    def weights(self, segment: Segment) -> dict[str, PackKey]:
+        """The packed weights that a segment's forward reads, by the nodes that they stand for."""
+        forward = {n for n in segment.nodes if _phase(n) == "forward" and n.meta["kernel"].pack is not None}
+        operands = ((n, a) for n in segment.nodes if n in forward for a in n.args[1:2] if isinstance(a, fx.Node))
+        return {a.name: key for n, a in operands if (key := _pack_key(n, 1, a))}
 
 
 def build_program(graph: PrecisionGraph) -> Program:

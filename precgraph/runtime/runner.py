@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from precgraph.errors import NumericsStateError, StaleWeightsError
 from precgraph.formats import QTensor
-from precgraph.lowering.program import Block, Program, Segment
+from precgraph.lowering.program import Block, Observe, Program, Segment
 from precgraph.runtime.store import WeightStore
 
 
@@ -66,11 +66,11 @@ class Runner:
         live.update(zip(segment.outputs, results, strict=True))
 
     def forward(
-        self, segment: Segment, wanted: frozenset[str], inputs: Mapping[str, Any]
+        self, segment: Segment, wanted: frozenset[str], inputs: Mapping[str, Any], observe: Observe | None = None
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Outputs of a segment, and what the gradients of ``wanted`` need."""
+        """Outputs of a segment, and what the gradients of ``wanted`` need; ``observe`` is shown every value."""
         block, saved = segment.forward(wanted)
-        results = block.run(self._values(block, inputs), checked=self.checked)
+        results = block.run(self._values(block, inputs), checked=self.checked, observe=observe)
         count = len(segment.outputs)
         return list(results[:count]), dict(zip(saved, results[count:], strict=True))
 

@@ -40,10 +40,12 @@ def check_inclusion(train: PrecisionGraph, infer: PrecisionGraph) -> Report:
     backward is a note; what the graphs cannot decide is in ``not_proved``. CheckError: there is nothing to compare, or
     only one graph is lowered. Linear in the number of nodes and edges.
     """
-    return _Check(train, infer).run()
+    return Inclusion(train, infer).run()
 
 
-class _Check:
+class Inclusion:
+    """The check as an object: after :meth:`run`, which nodes are pairs and which finding each node differs by."""
+
     def __init__(self, train: PrecisionGraph, infer: PrecisionGraph) -> None:
         self.graphs = train, infer
         self.train, self.infer = Program(train, "training"), Program(infer, "rollout")
@@ -245,7 +247,7 @@ class _Check:
             Finding(
                 first.code, record.precision.module, name, record.op,
                 tuple(found), tuple(d.train for d in found.values()), tuple(d.infer for d in found.values()),
-                f"differs in {words}", first.remedy,
+                f"differs in {words}", first.remedy, codes=tuple(r.code for r in rules),
             )
         )  # fmt: skip
         self.places.append(place)

@@ -1,6 +1,6 @@
 """The table of rules: every kind of finding, its code, and what to do. Imports nothing that is slow.
 
-Families: PG1xx formats, PG2xx dtypes and numeric rules, PG3xx constants, PG4xx structure, PG5xx kernels, PG6xx stored
+Families: PG0xx the check's own settings, PG1xx formats, PG2xx dtypes and numeric rules, PG3xx constants, PG4xx structure, PG5xx kernels, PG6xx stored
 bytes, PG9xx what is no difference by itself.
 """
 
@@ -20,6 +20,11 @@ class Rule:
 
 _RECIPE = "give both programs one recipe"
 RULES: dict[str, Rule] = {
+    # The check itself.
+    "unused suppression": Rule(
+        "PG001 unused suppression", "whether each suppression names a finding that is there", "remove it, or correct it"
+    ),
+    # The programs.
     "granularity": Rule("PG101 granularity", "the block of values that shares one scale", _RECIPE),
     "scale_dtype": Rule("PG102 scale dtype", "what a scale is rounded to before it is used", _RECIPE),
     "scale_rule": Rule("PG103 scale rule", "how a scale is computed from the largest value of a block", _RECIPE),
@@ -57,6 +62,18 @@ RULES: dict[str, Rule] = {
     "operator": Rule("PG405 other operator", "which operator makes a value", "build both programs from one model"),
     "numerics": Rule(
         "PG501 kernel", "the numerics id of the kernel", "lower both programs for one backend and one device"
+    ),
+    # Level numerics: what runs show and graphs do not.
+    "other bits": Rule(
+        "PG502 other bits", "whether a node makes the same bits from equal inputs, its annotation being the same",
+        "run both sides with the same versions and threads; report the kernel if they still differ",
+    ),
+    "parameter values": Rule(
+        "PG503 parameter values", "the values of a parameter on both sides", "load both sides from one checkpoint"
+    ),
+    "hidden state": Rule(
+        "PG504 hidden state", "the output of a module, as another engine captured it",
+        "look at what the module computes in that engine: precgraph check MODEL --infer STACK",
     ),
     # Level weights: what is wrong with stored bytes.
     "requantised": Rule(
@@ -129,6 +146,17 @@ RULES: dict[str, Rule] = {
     ),
     "not_lowered": Rule(
         "PG904 kernels not compared", "which kernels run the two programs", "lower both, then check"
+    ),
+    "no effect": Rule(
+        "PG908 no effect measured", "a difference of the annotation that changed no bit on the probe tokens",
+        "none for these tokens; other tokens may show it",
+    ),
+    "not separated": Rule(
+        "PG909 not measured alone", "a difference whose inputs could not be made equal, so its own effect is unknown",
+        "remove the differences before it, then measure again",
+    ),
+    "not captured": Rule(
+        "PG910 not captured", "a value that one side's capture lacks", "capture the outputs of the same modules"
     ),
     "no content": Rule(
         "PG907 buffer values unknown",

@@ -15,7 +15,8 @@ class Finding:
     """One root cause (or note): at which node, every attribute that differs there, and both values of each.
 
     ``node`` is the node's name in the rollout graph, or in the training graph where the rollout has none;
-    ``inherited`` counts the nodes downstream that differ only because this one does.
+    ``inherited`` counts the nodes downstream that differ only because this one does; ``codes`` are those of the
+    attributes, one each, where they are not all ``code``.
     """
 
     code: str
@@ -28,6 +29,11 @@ class Finding:
     message: str
     remedy: str
     inherited: int = 0
+    codes: tuple[str, ...] = ()
+
+    def numbers(self) -> tuple[str, ...]:
+        """Every code that the finding has to do with, without its name: ``("PG103", "PG105")``."""
+        return tuple(dict.fromkeys(code.partition(" ")[0] for code in (self.code, *self.codes)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class Row:
     remedy: str
     count: int
     inherited: int
+    codes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +82,11 @@ class Report:
 
     def rows(self) -> list[Row]:
         """Violations, then notes, like ones folded, in the order in which the program meets them first."""
-        return [*_fold(self.violations, True), *_fold(self.notes, False)]
+        return [*fold(self.violations, True), *fold(self.notes, False)]
 
     def open_rows(self) -> list[Row]:
         """What is not proved, folded in the same way."""
-        return _fold(self.not_proved, False)
+        return fold(self.not_proved, False)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, the same for the same graphs."""
@@ -87,9 +94,9 @@ class Report:
             "schema": SCHEMA,
             "ok": self.ok,
             "compared": self.compared,
-            "violations": [_plain(f) for f in self.violations],
-            "not_proved": [_plain(f) for f in self.not_proved],
-            "notes": [_plain(f) for f in self.notes],
+            "violations": [plain(f) for f in self.violations],
+            "not_proved": [plain(f) for f in self.not_proved],
+            "notes": [plain(f) for f in self.notes],
         }
 
     def __str__(self) -> str:
@@ -124,14 +131,17 @@ def _text(row: Row, prefix: str, *, remedy: bool) -> Iterator[str]:
         yield f"    remedy: {row.remedy}"
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(finding).items()}
+def plain(finding: Finding) -> dict[str, Any]:
+    """A finding as JSON data."""
+    data = asdict(finding) | {"codes": finding.numbers()}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
 
 # ------------------------------------------------------------------------------------------- folding
 
 
-def _fold(findings: Iterable[Finding], violation: bool) -> list[Row]:
+def fold(findings: Iterable[Finding], violation: bool) -> list[Row]:
+    """Findings that differ in nothing but the number of their layer, as one row each."""
     groups: dict[tuple[Any, ...], list[tuple[int | None, Finding]]] = {}
     for finding in findings:
         number, key = _masked(finding)
@@ -151,11 +161,11 @@ def _masked(finding: Finding) -> tuple[int | None, tuple[Any, ...]]:
 
     values = tuple(tuple(map(mask, v)) for v in (finding.train, finding.infer))
     key = (finding.code, mask(finding.module), finding.op, finding.attributes, *values, mask(finding.message))
-    return (int(number) if number else None), (*key, finding.remedy)
+    return (int(number) if number else None), (*key, finding.remedy, finding.numbers())
 
 
 def _row(key: tuple[Any, ...], members: list[tuple[int | None, Finding]], violation: bool) -> Row:
-    code, module, op, attributes, train, infer, message, remedy = key
+    code, module, op, attributes, train, infer, message, remedy, codes = key
     layers = sorted({n for n, _ in members if n is not None})
     name = _ranges(layers) if len(layers) > 1 else "".join(map(str, layers))
     fill = "{" + name + "}" if len(layers) > 1 else name
@@ -165,7 +175,7 @@ def _row(key: tuple[Any, ...], members: list[tuple[int | None, Finding]], violat
 
     return Row(
         violation, code, unmask(module), op, attributes, tuple(map(unmask, train)), tuple(map(unmask, infer)),
-        unmask(message), remedy, len(members), sum(f.inherited for _, f in members),
+        unmask(message), remedy, len(members), sum(f.inherited for _, f in members), codes,
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The table of rules: every kind of finding, its code, and what to do. Imports nothing that is slow.
 
-Families: PG0xx the check's own settings, PG1xx formats, PG2xx dtypes and numeric rules, PG3xx constants, PG4xx structure, PG5xx kernels, PG6xx stored
-bytes, PG9xx what is no difference by itself.
+Families: PG0xx the check's own settings, PG1xx formats, PG2xx dtypes and numeric rules, PG3xx constants, PG4xx
+structure, PG5xx kernels, PG6xx stored bytes, PG9xx what is no difference by itself.
 """
 
 from __future__ import annotations

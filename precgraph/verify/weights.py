@@ -162,6 +162,7 @@ class _Check:
             kind.code, _module(name), name, "weight", tuple(attributes), train, infer,
             f"every byte is what {found} makes of the master, and the training side uses {self.selection.format}",
             "export the checkpoint by the trainer's recipe, or train with this rule",
+            codes=tuple(rule(a).code for a in attributes),
         )  # fmt: skip
 
     def _finding(self, kind: str, name: str, train: str, infer: str, message: str) -> Finding:

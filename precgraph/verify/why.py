@@ -19,6 +19,11 @@ class Why:
 
 
 WHY: dict[str, Why] = {
+    "unused suppression": Why(
+        "A suppression that nothing needs any more would hide the next difference in the same place.",
+        "",
+        "PG105 for model.layers.*.mlp.* after both sides were given one floor.",
+    ),
     "granularity": Why(
         "Values of one block share a scale. With other blocks, every code beside the largest one changes.",
         "Micro-batches that split a group of 128 tokens change dW by 2 to 4 %; splits at multiples of 128 by 0.",
@@ -103,6 +108,127 @@ WHY: dict[str, Why] = {
         "With equal linears but other norms, RoPE and attention, log-probabilities still differ by 1e-2.",
         "FlashAttention with num_splits=0 against 1.",
     ),
+    "requantised": Why(
+        "Codes that are dequantised and quantised again are rounded twice: they are those of neither rule, and a later "
+        "sync from the masters gives other weights than the ones served.",
+        "Accuracy fell by 12 points on one public model whose weights were requantised this way.",
+        "An exporter that starts from the FP8 checkpoint instead of the bf16 masters.",
+    ),
+    "scale rounded after": Why(
+        "Codes belong to the scale that they were made with. A scale that is rounded to a power of two afterwards is "
+        "up to twice as large, and every value of its block grows with it.",
+        "Rounding after quantising gives 76 % error.",
+        "Scales of 0.0131 are stored as 0.015625 beside codes that were made with 0.0131.",
+    ),
+    "scale transposed": Why(
+        "A block is multiplied by the scale of another one. For a square weight no shape gives it away.",
+        "",
+        "weight_scale_inv of a [4096, 4096] weight, written [K/128, N/128].",
+    ),
+    "scale inverted": Why(
+        "weight_scale_inv is what codes are multiplied by; the name says inverse because quantising divides by it. "
+        "Values come out wrong by the square of the scale.",
+        "",
+        "448/amax is stored where amax/448 belongs.",
+    ),
+    "scale in bf16": Why(
+        "A scale with 8 bits of mantissa puts up to 2^-9 on its whole block, and the codes were made with the fp32 "
+        "one.",
+        "",
+        "An exporter that casts the whole state dict with .to(torch.bfloat16).",
+    ),
+    "scale stale": Why(
+        "After an update of the codes alone, a block whose largest value has changed is multiplied by the scale of the "
+        "old one.",
+        "",
+        "A weight sync that sends weight and leaves weight_scale_inv as it was.",
+    ),
+    "block grid": Why(
+        "Where the rows of q, k and v, or of gate and up, are no multiple of 128, blocks that are counted in the fused "
+        "weight lie across two parts, and share a scale between them.",
+        "",
+        "SmolLM2 has 192 rows of k: in the fused weight its blocks start at row 576, in the middle of a block.",
+    ),
+    "swapped": Why(
+        "Weights of one shape are exchanged: each is right by itself, and the model computes something else.",
+        "",
+        "gate_proj and up_proj, taken apart in the wrong order from gate_up_proj.",
+    ),
+    "stale weights": Why(
+        "The rollout samples with an older policy than the one that is trained, which importance ratios do not see if "
+        "the version is not logged.",
+        "",
+        "The checkpoint of the step before the last optimiser step.",
+    ),
+    "damaged": Why(
+        "Some codes differ under equal scales, which no rule does: bytes were lost, or written by two processes.",
+        "",
+        "A shard that was read while it was still being copied.",
+    ),
+    "missing scale": Why(
+        "Codes without their scale mean nothing: loaders fail, or take a scale of 1.",
+        "",
+        "A rename that moved weight and left weight_scale_inv under the old name.",
+    ),
+    "unconsumed scale": Why(
+        "A scale that no codes use is the trace of a weight that was stored plain, or of a name that no longer fits.",
+        "",
+        "down_proj.weight in bf16 beside down_proj.weight_scale_inv.",
+    ),
+    "layer precision": Why(
+        "The trainer multiplies FP8 codes and the rollout bf16 values, or the other way round.",
+        "Twice, in two large projects, a skip pattern left layers in bf16 on one side, silently.",
+        "mlp.gate_proj in bf16 because the exporter's pattern was mlp.gate.",
+    ),
+    "skip list": Why(
+        "Loaders decide by modules_to_not_convert, not by the dtype in the file: they read codes as values, or look "
+        "for scales that are not there.",
+        "",
+        "lm_head in bf16, and modules_to_not_convert without it.",
+    ),
+    "missing tensor": Why(
+        "Loaders initialise what they do not find, some of them with no more than a warning.",
+        "",
+        "A k_norm.weight that an exporter for an older family leaves out.",
+    ),
+    "unknown tensor": Why(
+        "A tensor that the model does not have was meant for one that it has, or comes from another model.",
+        "",
+        "model.layers.3.mlp.gate.weight in a model without experts.",
+    ),
+    "missing master": Why(
+        "Without its master, nothing can be said of a tensor's bytes.", "", "A sharded save that lacks its last shard."
+    ),
+    "other bytes": Why(
+        "Norms, embeddings and biases are copied, not quantised, so every byte must be the master's.",
+        "",
+        "An input_layernorm.weight of the step before.",
+    ),
+    "stored dtype": Why(
+        "A plain tensor in another dtype was rounded, or will be when it is loaded.",
+        "Routers that see other last bits select other experts: one in ten disagreed in each forward of one report.",
+        "The router in fp32 on one side and in bf16 on the other.",
+    ),
+    "scale value": Why(
+        "A scale of 0, infinity or NaN turns its whole block into zeros or NaN.",
+        "",
+        "A block of zeros without a floor: 0/448 = 0.",
+    ),
+    "scale shape": Why(
+        "Loaders take the block size from the shapes, so a scale too few shifts every block after it.",
+        "",
+        "Five rows of scales for 704 rows of codes, which need six.",
+    ),
+    "codes transposed": Why(
+        "The weight is read with its dimensions exchanged; for a square weight nothing else gives it away.",
+        "",
+        "A Conv1D-style [K, N] weight that is stored where a linear's [N, K] belongs.",
+    ),
+    "other weights": Why(
+        "The codes are far from the master, in no rule's way: it is another model's weight, or another layer's.",
+        "",
+        "A checkpoint of the instruct model compared with masters of the base model.",
+    ),
     "backward": Why("Only gradients depend on it, and a rollout has none.", "", "grad_output in e5m2 against e4m3."),
     "row_invariant": Why(
         "A token's result may depend on the batch that it is computed in.",
@@ -110,8 +236,16 @@ WHY: dict[str, Why] = {
         "A score computed in a batch of 8 against decoding one token.",
     ),
     "renamed": Why("Parameters were paired by where they are used.", "", "A checkpoint with other names."),
-    "not_lowered": Why("Numerics ids say what kernels compute, and graphs that are not lowered have none."),
-    "no content": Why("A buffer's values are part of the program, and a model on the meta device has none."),
+    "not_lowered": Why(
+        "Numerics ids say what kernels compute, and graphs that are not lowered have none.",
+        "",
+        "Two graphs of `precgraph show --after fuse_quantize --format json`.",
+    ),
+    "no content": Why(
+        "A buffer's values are part of the program, and a model on the meta device has none.",
+        "",
+        "inv_freq of a model that was built under torch.device('meta').",
+    ),
     "skip pattern": Why(
         "A pattern that is looked for as a substring, or as a regular expression without an end, also matches longer "
         "names.",

@@ -12,7 +12,8 @@ from torch import Tensor
 import precgraph
 from precgraph.errors import InputError, StaleWeightsError
 from precgraph.runtime import engine as engine_module
-from precgraph.runtime.cache import ROOT, BlockPool
+from precgraph.runtime.cache import ROOT, BlockPool, PagedCache, PagedContext, Span
+from precgraph.runtime.contexts import varlen
 from precgraph.runtime.engine import Engine
 from precgraph.runtime.sampling import SamplingParams
 from tests.rollouts import compiled_pair, mixed_params, outputs, pair, prompts_of, worst_difference
@@ -106,6 +107,34 @@ def test_a_failed_call_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     done = engine.generate(prompt, SamplingParams(max_tokens=2, seed=0))
     assert done[0].cached_tokens == 0
     assert outputs(done) == outputs(Engine(rollout).generate(prompt, SamplingParams(max_tokens=2, seed=0)))
+
+
+def test_keys_of_a_call_are_those_of_each_sequence() -> None:
+    """Whole, chunked, decoding, with a shared page and pages out of order: one gather gives each sequence its own."""
+    compiled = pair("llama")[1].precgraph
+    cache = PagedCache(compiled.graph, torch.device("cpu"), 12, 4, reuse=False)
+    layer, (keys, values) = next(iter(cache.layers.items()))
+    for t in (keys, values):
+        t.copy_(torch.randn(t.shape))
+    calls = [([7, 2, 9], 0, 9), ([2, 5], 6, 7), ([11], 3, 4), ([3, 0, 1, 8], 5, 16)]  # blocks, start, stop
+    spans, slots, count = [], [], 0
+    for blocks, start, stop in calls:
+        spans.append(Span(count, count + stop - start, start, blocks))
+        slots += cache.slots(blocks, start, stop)
+        count += stop - start
+    k, v = (torch.randn(1, count, *keys.shape[2:]).bfloat16() for _ in range(2))
+    context = PagedContext(cache, torch.tensor(slots), spans)
+    flat = varlen(context, layer, k, v)
+    assert flat.query_bounds.tolist() == [0, 9, 10, 11, 22] and flat.key_bounds.tolist() == [0, 9, 16, 20, 36]
+    assert (flat.longest_query, flat.longest_keys) == (11, 16) and flat.query_bounds.dtype == torch.int32
+    first = 0
+    for (blocks, start, stop), attended in zip(calls, context.sequences(layer, k, v), strict=True):
+        own = torch.stack([keys[blocks[p // 4], p % 4] for p in range(stop)])
+        assert torch.equal(attended.keys, own) and torch.equal(flat.keys[first : first + stop], own)
+        assert torch.equal(own[start:], k[0, attended.start : attended.stop]) and attended.position == start
+        assert torch.equal(attended.values, flat.values[first : first + stop])
+        first += stop
+    assert first == len(flat.keys) == len(flat.values)
 
 
 def test_pool_finds_only_equal_tokens_after_an_equal_prefix() -> None:

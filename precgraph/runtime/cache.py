@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from operator import sub
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from precgraph import ops
 from precgraph.errors import UnsupportedModelError
 from precgraph.graph import PrecisionGraph, tensor
-from precgraph.runtime.contexts import Attended
+from precgraph.runtime.contexts import Attended, Varlen, cumulative
 
 ROOT = 0  # the empty prefix
 
@@ -141,6 +145,21 @@ class PagedCache:
         size = self.pool.block_size
         return [blocks[p // size] * size + p % size for p in range(start, stop)]
 
+    def rows(self, sequences: Sequence[tuple[Sequence[int], int]]) -> Tensor:
+        """Rows of the flattened cache that hold the first positions of each ``(blocks, positions)``, back to back."""
+        size = self.pool.block_size
+        counts = [self.pool.blocks_for(length) for _, length in sequences]
+        pages = np.fromiter(
+            chain.from_iterable(blocks[:count] for (blocks, _), count in zip(sequences, counts, strict=True)), np.int64
+        )
+        kept = np.ones(len(pages) * size, dtype=bool)
+        end = 0
+        for (_, length), count in zip(sequences, counts, strict=True):
+            end += count * size
+            kept[end - count * size + length : end] = False
+        rows = (pages[:, None] * size + np.arange(size)).reshape(-1)[kept]
+        return torch.from_numpy(rows)
+
 
 def _attention_layers(graph: PrecisionGraph) -> list[tuple[ops.AttentionSpec, torch.dtype]]:
     """Spec, and dtype of the keys, of every attention node."""
@@ -158,19 +177,25 @@ def _attention_layers(graph: PrecisionGraph) -> list[tuple[ops.AttentionSpec, to
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Rows ``start:stop`` of a call: positions ``position ..`` of a sequence whose pages are ``blocks [n]`` int64."""
+    """Rows ``start:stop`` of a call: positions ``position ..`` of a sequence whose pages are ``blocks``."""
 
     start: int
     stop: int
     position: int
-    blocks: Tensor
+    blocks: Sequence[int]
+
+    @property
+    def seen(self) -> int:
+        """Positions of the sequence up to this call's last one."""
+        return self.position + self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PagedContext:
     """A call on the cache: row ``i`` of its keys and values goes to row ``slots[i]`` of the flattened cache.
 
-    All rows are written before the first sequence is read: sequences of one call may share blocks that it fills.
+    All rows are written before the first sequence is read: sequences of one call may share blocks that it fills. What
+    the layers have in common, where each sequence's keys are, is made once.
     """
 
     cache: PagedCache
@@ -178,12 +203,32 @@ class PagedContext:
     spans: Sequence[Span]
 
     def sequences(self, layer: int, k: Tensor, v: Tensor) -> Iterator[Attended]:
-        keys, values = self.cache.layers[layer]
-        keys.flatten(0, 1).index_copy_(0, self.slots, k[0])
-        values.flatten(0, 1).index_copy_(0, self.slots, v[0])
+        keys, values = self._gather(layer, k, v)
+        first = 0
         for span in self.spans:
-            count = span.position + span.stop - span.start
-            yield Attended(
-                span.start, span.stop, span.position,
-                keys[span.blocks].flatten(0, 1)[:count], values[span.blocks].flatten(0, 1)[:count],
-            )  # fmt: skip
+            last = first + span.seen
+            yield Attended(span.start, span.stop, span.position, keys[first:last], values[first:last])
+            first = last
+
+    def varlen(self, layer: int, k: Tensor, v: Tensor) -> Varlen:
+        keys, values = self._gather(layer, k, v)
+        return Varlen(*self._bounds, keys, values)
+
+    def _gather(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the call's keys and values; then those of all sequences, back to back, ``[S, Hkv, D]``."""
+        keys, values = (t.flatten(0, 1) for t in self.cache.layers[layer])
+        keys.index_copy_(0, self.slots, k[0])
+        values.index_copy_(0, self.slots, v[0])
+        return keys.index_select(0, self._rows), values.index_select(0, self._rows)
+
+    @cached_property
+    def _rows(self) -> Tensor:
+        return self.cache.rows([(span.blocks, span.seen) for span in self.spans]).to(self.slots.device)
+
+    @cached_property
+    def _bounds(self) -> tuple[Tensor, Tensor, int, int]:
+        """Where each sequence's queries and keys begin, and the most that one has of each."""
+        queries = cumulative([span.stop - span.start for span in self.spans])
+        keys = cumulative([span.seen for span in self.spans])
+        starts = torch.tensor([queries, keys], dtype=torch.int32).to(self.slots.device)
+        return starts[0], starts[1], max(map(sub, queries[1:], queries)), max(map(sub, keys[1:], keys))

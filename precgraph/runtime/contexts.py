@@ -7,7 +7,7 @@ keys are those of the same call (:class:`PackedContext`); in a rollout they are 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -49,6 +49,10 @@ class PackedContext:
         for start, stop in pairwise(self.bounds):
             yield Attended(start, stop, 0, k[0, start:stop], v[0, start:stop])
 
+    def varlen(self, layer: int, k: Tensor, v: Tensor) -> Varlen:
+        bounds, longest = device_bounds(tuple(self.bounds), k.device)
+        return Varlen(bounds, bounds, longest, longest, k[0], v[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Varlen:
@@ -68,10 +72,13 @@ class Varlen:
 
 
 def varlen(context: AttentionContext, layer: int, k: Tensor, v: Tensor) -> Varlen:
-    """The sequences of ``context`` for one layer, their keys back to back; packed ones are not copied."""
-    if isinstance(context, PackedContext):
-        bounds, longest = device_bounds(tuple(context.bounds), k.device)
-        return Varlen(bounds, bounds, longest, longest, k[0], v[0])
+    """The sequences of ``context`` for one layer, their keys back to back; packed ones are not copied.
+
+    A context whose keys lie in one piece says so itself, by a method of this name.
+    """
+    own: Callable[[int, Tensor, Tensor], Varlen] | None = getattr(context, "varlen", None)
+    if own is not None:
+        return own(layer, k, v)
     calls = list(context.sequences(layer, k, v))
     queries, longest_query = device_bounds(cumulative([s.stop - s.start for s in calls]), k.device)
     seen = [s.position + s.stop - s.start for s in calls]

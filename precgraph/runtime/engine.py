@@ -145,7 +145,9 @@ class Engine:
         )
         if not ready:
             return []
-        logits = self._compiled.logits(hidden[:, ends])
+        # Indices from the host would be copied to the device, even where they name every row.
+        kept = hidden if len(ends) == hidden.shape[1] else hidden[:, torch.tensor(ends, device=hidden.device)]
+        logits = self._compiled.logits(kept)
         sampled = sample(logits, [r.params for r in ready], [r.draw.random() for r in ready])
         columns = sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.kept_mass.tolist()
         for request, token, logprob, kept in zip(ready, *columns, strict=True):
@@ -210,8 +212,7 @@ def run_paged(
     slots: list[int] = []
     spans: list[Span] = []
     for tokens, blocks, start, stop in parts:
-        pages = torch.tensor(blocks[: cache.pool.blocks_for(stop)], device=device)
-        spans.append(Span(len(ids), len(ids) + stop - start, start, pages))
+        spans.append(Span(len(ids), len(ids) + stop - start, start, blocks))
         ids.extend(tokens[start:stop])
         positions.extend(range(start, stop))
         slots.extend(cache.slots(blocks, start, stop))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -33,6 +34,10 @@ Names = Annotated[
     list[str] | None,
     typer.Option("--metric-names", help="Log the mismatch under these names too: trl, verl, nemo or prime."),
 ]
+Seconds = Annotated[
+    float | None,
+    typer.Option("--max-seconds", min=0.0, help="Stop, saved, before the first step that might end later than this."),
+]
 
 
 @app.command()
@@ -41,11 +46,13 @@ def run(
     settings: Settings = None,
     asserts: Asserts = None,
     metric_names: Names = None,
+    max_seconds: Seconds = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Resolve, load, check both programs, print, stop.")
     ] = False,
 ) -> None:
     """Start a run."""
+    until = _until(max_seconds)
     resolved = load(config, [*(settings or []), *_more(asserts, metric_names)])
     from trainer.loop import Trainer
 
@@ -56,8 +63,8 @@ def run(
     if dry_run:
         typer.echo(_toml(resolved))
         return
-    trainer.run()
-    console.print(f"done: {resolved.directory}")
+    trainer.run(until)
+    _ended(console, trainer)
 
 
 @app.command()
@@ -68,8 +75,10 @@ def resume(
     settings: Settings = None,
     asserts: Asserts = None,
     metric_names: Names = None,
+    max_seconds: Seconds = None,
 ) -> None:
     """Go on with a run from its last checkpoint, or fork it from an earlier one."""
+    until = _until(max_seconds)
     from trainer import checkpoint
     from trainer.loop import Trainer
 
@@ -92,8 +101,8 @@ def resume(
         _fork_records(directory, into, last)
     _explain(console, trainer)
     console.print(f"resuming after {trainer.step} steps")
-    trainer.run()
-    console.print(f"done: {target}")
+    trainer.run(until)
+    _ended(console, trainer)
 
 
 @app.command("eval")
@@ -163,6 +172,19 @@ def _more(asserts: list[str] | None, names: list[str] | None) -> list[str]:
     if names:
         out.append(f"metrics.names={json.dumps(names)}")
     return out
+
+
+def _until(seconds: float | None) -> float | None:
+    """The moment at which a command that starts now has run for so long."""
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def _ended(console: Console, trainer: Any) -> None:
+    directory, wanted = trainer.config.directory, trainer.config.run.steps
+    if trainer.step < wanted:
+        console.print(f"{trainer.step} of {wanted} steps; go on with: precgraph-train resume {directory}")
+    else:
+        console.print(f"done: {directory}")
 
 
 def _toml(config: Config) -> str:

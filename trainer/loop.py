@@ -70,8 +70,9 @@ class Trainer:
         self._interrupted = False
 
     # ----------------------------------------------------------------------------------------- run
-    def run(self) -> None:
-        """Train up to ``run.steps``. Raises what went wrong, after saving; the message says where to resume."""
+    def run(self, until: float | None = None) -> None:
+        """Train up to ``run.steps``, or as far as whole steps fit before ``until`` on ``time.monotonic``'s clock; saved
+        either way. Raises what went wrong, after saving; the message says where to resume."""
         config, directory = self.config, self.config.directory
         _prepare(directory, config, fresh=self.step == 0)
         recorder = Recorder(directory, config.metrics, self.step, config.to_dict())
@@ -79,8 +80,11 @@ class Trainer:
             with self._signals(), self._progress() as show:
                 if self.step == 0 and not checkpoint.steps(directory):
                     self.save()
-                while self.step < config.run.steps:
+                longest = 0.0
+                while self.step < config.run.steps and (until is None or time.monotonic() + longest < until):
+                    start = time.monotonic()
                     record = self._guarded_step(show)
+                    longest = max(longest, time.monotonic() - start)
                     recorder.write(record)
                     self._after(record, show)
             self.save()

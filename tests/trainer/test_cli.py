@@ -38,6 +38,20 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "c.toml"
 
 
+def test_a_run_in_parts(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A part ends before a step that might take too long; the next one goes on."""
+    run = tmp_path / "run"
+    assert call("run", config, "--max-seconds", 0) == 0
+    assert f"0 of 2 steps; go on with: precgraph-train resume {run}".replace(" ", "") in _flat(capsys)
+    assert checkpoint.steps(run) == [0] and read_records(run) == []
+    assert call("resume", run, "--max-seconds", 600) == 0 and checkpoint.steps(run) == [0, 1, 2]
+    assert "done" in _flat(capsys)
+
+
+def _flat(capsys: pytest.CaptureFixture[str]) -> str:
+    return "".join(capsys.readouterr().err.split())
+
+
 def test_a_life_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert call("run", config, "--dry-run", "--set", "optimizer.lr=2e-3") == 0

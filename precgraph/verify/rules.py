@@ -1,7 +1,7 @@
 """The table of rules: every kind of finding, its code, and what to do. Imports nothing that is slow.
 
 Families: PG0xx the check's own settings, PG1xx formats, PG2xx dtypes and numeric rules, PG3xx constants, PG4xx
-structure, PG5xx kernels, PG6xx stored bytes, PG9xx what is no difference by itself.
+structure, PG5xx kernels and measured values, PG6xx stored bytes, PG7xx machines, PG9xx what is no difference by itself.
 """
 
 from __future__ import annotations
@@ -125,6 +125,18 @@ RULES: dict[str, Rule] = {
     "other weights": Rule(
         "PG699 unexplained", "whether the weight is the master's at all", "name the masters that it was made from"
     ),
+    # Level env: two machines.
+    "version": Rule("PG701 version", "the version of a package that computes", "install the same version on both"),
+    "variable": Rule(
+        "PG702 environment variable", "a variable that can change bits", "set it alike for both processes"
+    ),
+    "card": Rule("PG703 card", "the kind of GPU", "run both sides on one kind of card, or measure: --level numerics"),
+    "cpu": Rule(
+        "PG704 CPU", "the CPU's vector instructions and the number of threads",
+        "set ATEN_CPU_CAPABILITY and OMP_NUM_THREADS alike, or use exact kernels only",
+    ),
+    "flag": Rule("PG705 process flag", "a global switch that changes fp32 results", "set it alike in both processes"),
+    "digest": Rule("PG706 digest", "the digest of the program", "compare the programs: precgraph check MODEL"),
     "backward": Rule(
         "PG901 backward only", "a rule of the backward, which no forward value depends on", "none is needed"
     ),
@@ -158,6 +170,8 @@ RULES: dict[str, Rule] = {
     "not captured": Rule(
         "PG910 not captured", "a value that one side's capture lacks", "capture the outputs of the same modules"
     ),
+    "no influence": Rule("PG911 no influence", "a difference of the machines that changes no bit", "none is needed"),
+    "not recorded": Rule("PG912 not recorded", "a fact that one record lacks", "write both records alike"),
     "no content": Rule(
         "PG907 buffer values unknown",
         "a buffer or constant without values (meta device)",

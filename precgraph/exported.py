@@ -53,7 +53,7 @@ def _meta_argument(argument: Any) -> Any:
     if not isinstance(value, Tensor):
         return pytree.tree_map(_hint, value)
     meta = torch.empty([_hint(d) for d in value.shape], dtype=value.dtype, device="meta")
-    return meta.requires_grad_(meta.is_floating_point())
+    return meta.requires_grad_(meta.is_floating_point() or meta.is_complex())
 
 
 def _hint(size: Any) -> Any:

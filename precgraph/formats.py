@@ -46,6 +46,7 @@ _SHORT = {
     "float64": "fp64",
     "int64": "int64",
     "int32": "int32",
+    "complex64": "complex64",
     "bool": "bool",
     "float8_e4m3fn": "e4m3",
     "float8_e5m2": "e5m2",

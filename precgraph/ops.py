@@ -104,6 +104,19 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return ((x * cos.unsqueeze(2)) + (rotated * sin.unsqueeze(2))).to(x.dtype)
 
 
+def polar_table(position_ids: Tensor, inv_freq: Tensor, scaling: float) -> Tensor:
+    """``exp(i · position · inv_freq) * scaling``, complex64 ``[1, T, D/2]``: DeepSeek-V2."""
+    angles = position_ids[..., None].float() * inv_freq.float()
+    table: Tensor = torch.polar(torch.ones_like(angles), angles) * scaling
+    return table
+
+
+def polar_rope(x: Tensor, table: Tensor) -> Tensor:
+    """Neighbours of ``x [1, H, T, D]`` as complex numbers times ``table [1, T, D/2]``, rounded once to x's dtype."""
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * table.unsqueeze(1)).flatten(3).type_as(x)
+
+
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
     """``[1, T, H·D] -> [1, T, H, D]``, a view."""
     heads: Tensor = x.unflatten(-1, (-1, head_dim))
@@ -297,6 +310,11 @@ def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _autograd(rope, (dy,), dy, cos, sin)[0]
 
 
+def polar_rope_backward(dy: Tensor, table: Tensor) -> Tensor:
+    """``dx`` of :func:`polar_rope`, as by autograd."""
+    return vjp(polar_rope, (dy, table), {}, (dy,), (0,))[0]
+
+
 def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """``(dgate, dup)`` of :func:`gated`."""
     dgate, dup = _autograd(gated, (dy,), gate, up, activation)
@@ -347,13 +365,13 @@ def _autograd(op: Callable[..., Any], grads: Sequence[Tensor], *args: Any) -> tu
 
 
 FORWARD_OPS: tuple[Callable[..., Any], ...] = (
-    embedding, linear, lm_head, rms_norm, wide_rms_norm, softcap, rope_table, rope, split_heads, merge_heads, attention,
-    activate, gated, add, quantize, cast, top_k, row_sum, expert_linear, combine, quantize_dispatched,
-    wide_linear,
+    embedding, linear, lm_head, rms_norm, wide_rms_norm, softcap, rope_table, rope, polar_table, polar_rope,
+    split_heads, merge_heads, attention, activate, gated, add, quantize, cast, top_k, row_sum, expert_linear, combine,
+    quantize_dispatched, wide_linear,
 )  # fmt: skip
 BACKWARD_OPS: tuple[Callable[..., Any], ...] = (
     linear_dgrad, linear_wgrad, bias_grad, embedding_backward, rms_norm_backward, wide_rms_norm_backward,
-    softcap_backward, rope_backward, activate_backward, gated_backward, attention_backward,
+    softcap_backward, rope_backward, polar_rope_backward, activate_backward, gated_backward, attention_backward,
     wide_linear_backward, expert_dgrad, expert_wgrad, combine_backward, top_k_backward, vjp, accumulate_grad,
 )  # fmt: skip
 OPS: dict[str, Callable[..., Any]] = {f.__name__: f for f in FORWARD_OPS + BACKWARD_OPS}

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
@@ -101,6 +103,18 @@ _MORE["deepseek_v3"] = (DeepseekV3Config, DeepseekV3ForCausalLM, {
     "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
     "q_lora_rank": 64, "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,
     "first_k_dense_replace": 1, "n_shared_experts": 1,
+})  # fmt: skip
+# Queries through a latent, groups of experts; the Lite shape has neither.
+_DEEPSEEK_V2: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 224, "moe_intermediate_size": 96, "n_routed_experts": 16,
+    "num_experts_per_tok": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64,
+    "kv_lora_rank": 48, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
+    "n_shared_experts": 2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
+_MORE["deepseek_v2"] = (DeepseekV2Config, DeepseekV2ForCausalLM, _DEEPSEEK_V2)
+_MORE["deepseek_v2_lite"] = (DeepseekV2Config, DeepseekV2ForCausalLM, {
+    **_DEEPSEEK_V2, "q_lora_rank": None, "topk_method": "greedy", "n_group": None, "topk_group": None,
 })  # fmt: skip
 MORE_LMS = tuple(_MORE)  # in tests/test_more_families.py, which asks less of each than the shared tests
 _FAMILIES.update(_MORE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import precgraph
-from precgraph import Recipe, ops
+from precgraph import Recipe, RecipeError, ops
 from precgraph.attention import IMPLEMENTATION
 from precgraph.formats import dequantize, quantize
 from precgraph.graph import op_name, precision
-from precgraph.lowering.reference import experts, gemm
+from precgraph.lowering.reference import elementwise, experts, gemm
+from precgraph.recipe import RopeRule
 from precgraph.runtime.engine import Engine
 from precgraph.verify import check_inclusion
 from tests.families import MORE_LMS, causal_lm
@@ -24,7 +26,7 @@ from tests.test_bf16_equals_huggingface import assert_same_gradients, step, toke
 from tests.test_parity import Pair, assert_equal, make_pair, padded, scored, sequences, valid
 
 LENGTHS = (1, 7, 129)
-EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3")
+EXPERTS = ("qwen3_moe", "mixtral", "deepseek_v3", "deepseek_v2", "deepseek_v2_lite")
 
 
 @cache
@@ -118,6 +120,7 @@ MOVES = {
     "aten.slice.Tensor",
     "aten.chunk.default",
     "aten.transpose.int",
+    "aten.max.dim",
     "aten.view.default",
     "aten.reshape.default",
 }
@@ -138,7 +141,7 @@ def test_routers_stay_and_experts_are_quantised(family: str) -> None:
     graph = fp8(family).rollout.precgraph.graph
     linears = [n for n in graph if op_name(n) in ("linear", "expert_linear", "wide_linear")]
     routers = [n for n in linears if precision(n).module.endswith("mlp.gate")]
-    moe_layers = {"qwen3_moe": 1, "mixtral": 2, "deepseek_v3": 1}[family]
+    moe_layers = 2 if family == "mixtral" else 1
     assert len(routers) == moe_layers
     for n in linears:
         assert (precision(n).rule("gemm") != "quantized") == (n in routers)
@@ -235,6 +238,32 @@ def test_expert_gemms_against_float64(slots: int) -> None:
 def close(found: Tensor, wanted: Tensor) -> None:
     """To bf16's rounding of the result and of the parts that it is a sum of."""
     torch.testing.assert_close(found.double(), wanted, rtol=2**-7, atol=2**-7 * float(wanted.abs().max()))
+
+
+def test_rotation_of_complex_numbers() -> None:
+    """Both arithmetics against float64 rotations, and the gradient as the rotation back."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 3, 37, 16, generator=generator).bfloat16()
+    positions, frequencies = torch.arange(37)[None], 1e4 ** (-torch.arange(8) / 8)
+    angles = (positions[0, :, None].float() * frequencies).double()
+    turn = torch.polar(torch.ones_like(angles), angles)
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
+    for define in (ops, elementwise):
+        table = define.polar_table(positions, frequencies, 1.0)
+        assert table.dtype == torch.complex64
+        for found, wanted in (
+            (define.polar_rope(x, table), pairs * turn),
+            (define.polar_rope_backward(x, table), pairs * turn.conj()),
+        ):
+            assert found.dtype == torch.bfloat16
+            wide = torch.view_as_real(wanted).flatten(-2)
+            assert bool(((found.double() - wide).abs() <= 2**-8 * wide.abs() + 1e-5).all())
+
+
+def test_a_narrower_table_cannot_apply_to_complex_numbers() -> None:
+    recipe = replace(Recipe.jet_rl(), rope=RopeRule(table="bfloat16"))
+    with pytest.raises(RecipeError, match="rope.table = 'bfloat16' cannot apply"):
+        precgraph.compile(causal_lm("deepseek_v2_lite"), "train", recipe)
 
 
 class Normalised(nn.Module):

@@ -179,7 +179,8 @@ _ELEMENTWISE = frozenset(
 )  # fmt: skip
 # These work along dimensions, by default the one given: not along the tokens, or a token would depend on others.
 _ALONG_DIMS = {
-    "aten.mean.dim": None, "aten.amax.default": None, "aten.softmax.int": None, "aten.topk.default": -1,
+    "aten.mean.dim": None, "aten.max.dim": None, "aten.amax.default": None, "aten.softmax.int": None,
+    "aten.topk.default": -1,
     "aten.slice.Tensor": 0, "aten.cat.default": 0, "aten.chunk.default": 0,
     "aten.split_with_sizes.default": 0, "aten.gather.default": None, "aten.scatter.value": None,
 }  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from precgraph import ops
+from precgraph.errors import RecipeError
 from precgraph.formats import Format
 from precgraph.graph import (
     PrecisionGraph,
@@ -64,6 +65,9 @@ def _assign(node: fx.Node, recipe: Recipe) -> None:
         case "rope":
             table = tensor(node.args[1]).dtype  # type: ignore[arg-type]  # an fp32 table makes the rotation fp32
             annotate(node, compute=table if recipe.rope.compute == "model" else recipe.rope.compute)
+        case "polar_table" | "polar_rope":
+            _require_wide_rope(recipe)
+            annotate(node, compute="float32")
         case "attention":
             annotate(node, compute=recipe.attention.softmax, accumulate="float32")
             _rules(node, probabilities=recipe.attention.probabilities)
@@ -71,6 +75,13 @@ def _assign(node: fx.Node, recipe: Recipe) -> None:
             annotate(node, compute=recipe.activation.compute)
         case "add":
             annotate(node, compute=tensor(node).dtype)
+
+
+def _require_wide_rope(recipe: Recipe) -> None:
+    """A rotation in complex numbers has no narrower form."""
+    for key, value in (("rope.table", recipe.rope.table), ("rope.compute", recipe.rope.compute)):
+        if value not in ("model", "float32"):
+            raise RecipeError(f"{key} = {value!r} cannot apply to RoPE in complex numbers", remedy='write "model"')
 
 
 def _assign_linear(node: fx.Node, recipe: Recipe) -> None:

@@ -72,7 +72,7 @@ class _Backward:
         for node in self.forward:
             if precision(node).rule("gradient") == "stopped":
                 continue
-            floating = "tensor" not in node.meta or "float" in tensor(node).dtype
+            floating = "tensor" not in node.meta or tensor(node).dtype.startswith(("float", "bfloat", "complex"))
             if node.op == "get_attr":
                 parameter = self.parameters[str(node.target)]
                 wanted = parameter.trainable and not parameter.buffer
@@ -317,6 +317,12 @@ def _rope(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
     b.give(x, b.emit(ops.rope_backward, (dy, cos, sin), like=node, tensor=tensor(x), compute=compute))
 
 
+def _polar_rope(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
+    x, table = node.args
+    assert isinstance(x, fx.Node)
+    b.give(x, b.emit(ops.polar_rope_backward, (dy, table), like=node, tensor=tensor(x)))
+
+
 def _attention(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
     q, k, v, spec = node.args
     with b.graph.inserting_after(node):
@@ -361,5 +367,5 @@ RULES: dict[Any, Rule] = {
     ops.wide_linear: _norm(ops.wide_linear_backward),
     ops.softcap: _softcap, ops.expert_linear: _expert_linear, ops.combine: _combine, ops.top_k: _top_k,
     ops.attention: _attention, ops.activate: _activate, ops.gated: _gated, ops.add: _add, ops.split_heads: _split_heads,
-    ops.rope_table: _no_gradient,
+    ops.polar_rope: _polar_rope, ops.rope_table: _no_gradient, ops.polar_table: _no_gradient,
 }  # fmt: skip

@@ -17,6 +17,7 @@ from precgraph import ops
 from precgraph.errors import UnsupportedModelError
 from precgraph.graph import PrecisionGraph, annotate, arguments, op_name, output_node, precision, tensor
 from precgraph.passes.raise_experts import EXPERT_RULES
+from precgraph.passes.raise_polar import POLAR_RULES
 from precgraph.passes.rewrite import Rule, closed, emit, is_call
 
 aten = torch.ops.aten
@@ -361,6 +362,7 @@ def add(graph: fx.Graph, node: Any) -> fx.Node | None:
 RULES: tuple[Rule, ...] = (
     embedding, linear, rms_norm, wide_rms_norm, norm_of_transposed, softcap, rope_table, merge_heads, infer_size,
     split_heads, drop_empty, rope, cancel_transposes, attention, activate, gated, add, *EXPERT_RULES,
+    *POLAR_RULES,
 )  # fmt: skip
 
 

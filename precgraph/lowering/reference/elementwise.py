@@ -86,6 +86,27 @@ def wide_rope_backward(dy: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos.float().unsqueeze(2) + torch.cat((second, -first), dim=-1)).to(dy.dtype)
 
 
+def polar_table(position_ids: Tensor, inv_freq: Tensor, scaling: float) -> Tensor:
+    """cos and sin times ``scaling``, as the parts of complex numbers."""
+    angles = position_ids[..., None].float() * inv_freq.float()
+    return torch.complex(angles.cos() * scaling, angles.sin() * scaling)
+
+
+def polar_rope(x: Tensor, table: Tensor) -> Tensor:
+    """Every product and sum rounded to fp32 by itself (torch's complex product may fuse them), then to x's dtype."""
+    return _turned(x, table.real.unsqueeze(1), table.imag.unsqueeze(1))
+
+
+def polar_rope_backward(dy: Tensor, table: Tensor) -> Tensor:
+    """``dx`` of :func:`polar_rope`: ``dy`` turned back."""
+    return _turned(dy, table.real.unsqueeze(1), -table.imag.unsqueeze(1))
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2).to(x.dtype)
+
+
 def activate(x: Tensor, activation: str) -> Tensor:
     """The activation in fp32, rounded to x's dtype."""
     return _ACTIVATIONS[activation](x.float())[0].to(x.dtype)

@@ -229,6 +229,80 @@ WHY: dict[str, Why] = {
         "",
         "A checkpoint of the instruct model compared with masters of the base model.",
     ),
+    "other bits": Why(
+        "Two programs of equal annotations made other bits from equal inputs. Either a kernel is not what its numerics "
+        "id says, or something that no graph knows differs: versions, threads, the card, memory that was damaged.",
+        "torch's fp32 linear gives other bits with another number of threads.",
+        "A capture from an H200 against one from an H100, with kernels of one numerics id.",
+    ),
+    "parameter values": Why(
+        "The two sides hold different weights, so nothing that is made from them can agree.",
+        "A step of AdamW at 1e-6 changes about 4.5 % of bf16 weights.",
+        "A capture that was made before the last update.",
+    ),
+    "hidden state": Why(
+        "Another engine's output of a module differs. Only outputs are known there, so the first that differs is where "
+        "to look, and it may be anywhere since the last module that agrees.",
+        "Equal linears with other norms, RoPE and attention: 1e-2 in log-probability.",
+        "model.layers.0.self_attn of vLLM, which rotates in bf16.",
+    ),
+    "version": Why(
+        "Kernels, casts and the model's own code change between versions.",
+        "DeepGEMM 0.1 and 0.2 do not even load with one torch; fixes of casts change codes silently.",
+        "transformers 4 in the trainer and 5 in the rollout.",
+    ),
+    "variable": Why(
+        "Engines pick kernels and the rules of their scales by environment variables, which no checkpoint records.",
+        "Scales rounded up to powers of two cost up to one bit of every code.",
+        "VLLM_USE_DEEP_GEMM_E8M0 set in the trainer's shell and not in the engine's.",
+    ),
+    "card": Why(
+        "Kernels tile by the number of multiprocessors and the size of their memory, and with the tiles goes the order "
+        "of sums.",
+        "",
+        "A trainer on H100s and a rollout on H200s.",
+    ),
+    "cpu": Why(
+        "torch picks kernels by the vector instructions, and divides sums among threads.",
+        "fp32 linears and sums over a large vocabulary change with the number of threads.",
+        "AVX2 against AVX512.",
+    ),
+    "flag": Why(
+        "Some switches of a process change every fp32 product or every small number.",
+        "set_float32_matmul_precision('medium') changes 77 % of logits.",
+        "torch.set_flush_denormal(True) in one of two processes.",
+    ),
+    "digest": Why(
+        "The digest covers operators, formats, rules, kernels and versions: two digests are two policies.",
+        "",
+        "A rollout that was started with yesterday's recipe.",
+    ),
+    "no effect": Why(
+        "A rule may differ and yet never act: a floor that no block is small enough to reach.",
+        "",
+        "amax floors of 1e-12 and 1e-10 on activations that are never that small.",
+    ),
+    "not separated": Why(
+        "Values of other blocks or dtypes cannot take each other's place, so what follows a difference of that kind "
+        "has no equal inputs to be judged on.",
+        "",
+        "The GEMM behind codes in 64x128 blocks against 128x128.",
+    ),
+    "not captured": Why(
+        "What one side does not show cannot be compared, and agreement of the rest says nothing about it.",
+        "",
+        "A hook on mlp.down_proj where the engine fuses it away.",
+    ),
+    "no influence": Why(
+        "It differs, and no bit depends on it: an interpreter, a default that was written out, a second card.",
+        "",
+        "VLLM_USE_DEEP_GEMM_E8M0=1 on one side and not set on the other.",
+    ),
+    "not recorded": Why(
+        "A fact that only one record has may be equal on the other machine, or not.",
+        "",
+        "Digests, which are recorded only with --model.",
+    ),
     "backward": Why("Only gradients depend on it, and a rollout has none.", "", "grad_output in e5m2 against e4m3."),
     "row_invariant": Why(
         "A token's result may depend on the batch that it is computed in.",

@@ -8,23 +8,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from precgraph.cli.console import choose, console, guarded, progress, write_json
+from precgraph.cli import results
+from precgraph.cli.console import choose, guarded, progress
 from precgraph.cli.model import MODEL, SIDE_HELP, trace_model
+from precgraph.errors import InputError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from precgraph.graph import PrecisionGraph
     from precgraph.verify import Report
-    from precgraph.verify.report import Row
 
-SCHEMA = 1
-LEVELS = ("graph", "weights")
+LEVELS = ("graph", "weights", "numerics", "env")
 
 
 @guarded
 def check(
     model: Annotated[str, MODEL],
+    other: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[OTHER]",
+            help="Level env: MODEL and OTHER are records of two machines. Level numerics: two captures.",
+            show_default=False,
+        ),
+    ] = None,
     train: Annotated[str, typer.Option(metavar="SPEC", help=f"Training side. {SIDE_HELP}")] = "jet_rl",
     infer: Annotated[str, typer.Option(metavar="SPEC", help="Rollout side, in the same way.")] = "jet_rl",
     backend: Annotated[str, typer.Option(help="Backend to lower both sides for.")] = "auto",
@@ -32,22 +38,49 @@ def check(
         str,
         typer.Option(
             help="graph: compare the programs; no weights are read. weights: compare the bytes of the FP8 checkpoint "
-            "--infer with what --train makes of the masters MODEL."
+            "--infer with what --train makes of the masters MODEL. numerics: run both on probe tokens and find the nodes that make "
+            "other bits; --infer may be a capture (.safetensors). env: compare two records of `precgraph env`."
         ),
     ] = "graph",
-    json_to: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for -.")
+    tokens: Annotated[int, typer.Option(metavar="N", help="Level numerics: how many random probe tokens.")] = 64,
+    seed: Annotated[int, typer.Option(help="Level numerics: what they are drawn with.")] = 0,
+    prompt_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Level numerics: a text, or token ids in a .json file, in their place."),
     ] = None,
+    capture: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Level numerics: write the rollout's values (.safetensors)."),
+    ] = None,
+    json_to: results.Json = None,
+    html: results.Html = None,
+    sarif: results.Sarif = None,
+    junit: results.Junit = None,
+    github: results.GitHub = False,
+    suppressions: results.Suppressions = None,
+    baseline: results.Baseline = None,
 ) -> None:
     """Prove that the rollout's program is inside the training forward, or list every root cause why it is not.
 
     Exit code 0: consistent; 1: inconsistent; 2: could not check.
     """
     choose("--level", level, LEVELS)
+    output = results.Output(json_to, html, sarif, junit, github, suppressions, baseline)
+    if level == "env":
+        from precgraph.cli.env import check_machines
+
+        raise typer.Exit(check_machines(model, other, output))
+    if level == "numerics":
+        from precgraph.cli.numerics import check_values
+
+        probe = tokens, seed, prompt_file
+        raise typer.Exit(check_values(model, other, train, infer, backend, probe, capture, output))
+    if other is not None:
+        raise InputError(f"level {level} takes one MODEL, not {other!r} too", remedy="name the sides: --train, --infer")
     if level == "weights":
         from precgraph.cli.weights import check_bytes
 
-        raise typer.Exit(check_bytes(model, train, infer, json_to))
+        raise typer.Exit(check_bytes(model, train, infer, output))
     with progress() as step:
         step("reading the recipes")
         from precgraph.stacks.pair import explain, linear_modules, parse, resolve
@@ -57,6 +90,7 @@ def check(
         from precgraph.checking import check as compare
         from precgraph.checking import lowered
         from precgraph.lowering.lower import backend_name, target
+        from precgraph.report.layer import drawn_parts
 
         device = target(traced.tensors.values())
         layers = linear_modules(traced.graph) if any(side.stack for side in named) else ()
@@ -68,29 +102,20 @@ def check(
         infer_graph = lowered(traced, "infer", recipes[1], backend, device)
         step("comparing")
         report = explain(compare(train_graph, infer_graph), *sides)
-        summary = {
-            "schema": SCHEMA,
-            "model": model,
-            "family": traced.graph.family,
+        context = {
             "level": level,
+            "model": model,
+            "sides": {"train": train, "infer": infer},
+            "family": traced.graph.family,
             "backend": backend_name(backend, device),
             "device": device.type,
             "recipes": {"train": recipes[0].to_dict(), "infer": recipes[1].to_dict()},
             "stacks": {"train": sides[0].to_json(), "infer": sides[1].to_json()},
             "digests": {"train": train_graph.digest(), "infer": infer_graph.digest()},
             "compared": _compared(report, infer_graph),
-            **_outcome(report),
+            "parts": drawn_parts(train_graph, infer_graph, report),
         }
-    if json_to is not None:
-        write_json(summary, json_to)
-    if json_to != "-":
-        _print(summary, report, train, infer)
-    raise typer.Exit(report.exit_code)
-
-
-def _outcome(report: Report) -> dict[str, Any]:
-    data = report.to_json()
-    return {key: data[key] for key in ("ok", "violations", "not_proved", "notes")}
+    raise typer.Exit(output.conclude(report, context))
 
 
 def _compared(report: Report, infer: PrecisionGraph) -> dict[str, Any]:
@@ -103,88 +128,3 @@ def _compared(report: Report, infer: PrecisionGraph) -> dict[str, Any]:
         "quantized_linears": sum(r.precision.rule("gemm") == "quantized" for r in linears),
         "kernels": dict(sorted(Counter(str(r.precision.numerics) for r in forward).items())),
     }
-
-
-# ------------------------------------------------------------------------------------ for people
-
-
-def _print(summary: dict[str, Any], report: Report, train: str, infer: str) -> None:
-    out = console()
-    compared = summary["compared"]
-    out.print(f"[bold]{summary['family']}[/]  training: {train}, rollout: {infer}, level {summary['level']}")
-    out.print(
-        f"{compared['nodes']} nodes compared, {compared['quantized_linears']} of {compared['linears']} linear layers "
-        f"quantised, backend {summary['backend']} for {summary['device']}"
-    )
-    _print_stacks(summary["stacks"])
-    out.print(_kernel_table(compared["kernels"]))
-    rows = report.rows()
-    if any(r.violation for r in rows):
-        out.print(_findings("Root causes", [r for r in rows if r.violation], "red"))
-    if any(not r.violation for r in rows):
-        out.print(
-            _findings(
-                "Notes: nothing that the rollout's numbers depend on", [r for r in rows if not r.violation], "yellow"
-            )
-        )
-    if report.not_proved:
-        out.print(_findings("Not proved: what the rollout's numbers may depend on", report.open_rows(), "yellow"))
-    out.print(_verdict(report))
-
-
-def _print_stacks(stacks: dict[str, Any]) -> None:
-    """What the recipes of other people's stacks rest on, and what they leave open."""
-    from precgraph.stacks import NOT_MODELLED
-
-    out = console()
-    for side, stack in stacks.items():
-        if stack is None:
-            continue
-        skipped = f", {len(stack['skipped'])} layers left out" if stack["skipped"] else ""
-        out.print(f"{side}: {stack['stack']}, {stack['version']}{skipped}", markup=False, highlight=False)
-        taken = ", ".join(stack["taken_from_the_other_side"])
-        if taken:
-            out.print(f"  not known, so taken from the other side: {taken}", markup=False, highlight=False)
-    if any(stacks.values()):
-        out.print(f"Not compared: {NOT_MODELLED}", markup=False, highlight=False)
-
-
-def _verdict(report: Report) -> str:
-    if report.ok:
-        open_points = len(report.not_proved)
-        but = f", but for {open_points} points that are not proved" if open_points else ""
-        return f"[bold green]consistent:[/] the rollout's program is inside the training forward{but}"
-    causes, inherited = len(report.violations), sum(f.inherited for f in report.violations)
-    return (
-        f"[bold red]inconsistent:[/] {causes} root {'cause' if causes == 1 else 'causes'}; "
-        f"{inherited} more nodes only inherit a difference"
-    )
-
-
-def _kernel_table(kernels: dict[str, int]) -> Table:
-    from rich.table import Table
-
-    table = Table("kernel (numerics id)", "nodes", title="What runs the rollout", title_justify="left")
-    table.columns[1].justify = "right"
-    for name, count in kernels.items():
-        table.add_row(name, str(count))
-    return table
-
-
-def _findings(title: str, rows: list[Row], colour: str) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", show_lines=True)
-    longest = max(len(row.module) for row in rows)
-    widths = {"code": (5, 16), "where": (min(longest, 50), None), "what to do": (12, 30)}
-    for heading in ("code", "where", "what differs", "training", "rollout", "what to do"):
-        least, most = widths.get(heading, (None, None))
-        table.add_column(heading, overflow="fold", min_width=least, max_width=most)
-    for row in rows:
-        where = f"{row.module or '(model)'}\n{row.op}" + (f", {row.count} nodes" if row.count > 1 else "")
-        where += f"\n+ {row.inherited} nodes inherit it" if row.inherited else ""
-        columns = ["\n".join(values) for values in (row.attributes, row.train, row.infer)]
-        cells = [where, columns[0] or row.message, columns[1], columns[2], row.remedy]
-        table.add_row(f"[{colour}]{row.code}[/]", *map(escape, cells))
-    return table

@@ -17,7 +17,7 @@ from precgraph.graph import PrecisionGraph, precision
 from precgraph.passes.raise_ops import raise_ops
 from precgraph.passes.rewrite import is_call
 from precgraph.recipe import Recipe
-from precgraph.stacks import Built, Request, Stack, find, get
+from precgraph.stacks import NOT_MODELLED, Built, Request, Stack, find, get
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, Rule
 
@@ -49,6 +49,7 @@ class Resolved:
         return {
             "stack": stack.name, "version": stack.version, "config": self.side.path, "unknown": list(stack.unknown),
             "skipped": sorted(built.skips.by_module), "taken_from_the_other_side": list(built.assumed),
+            "not_modelled": NOT_MODELLED,
         }  # fmt: skip
 
 

@@ -1,0 +1,114 @@
+"""What becomes of a check's result: the options of the formats, and what they write."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from precgraph.cli.console import console, write_file, write_json
+from precgraph.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from precgraph.verify import Report
+
+Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for -.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")]
+Sarif = Annotated[Path | None, typer.Option("--sarif", metavar="FILE", help="Write SARIF 2.1.0.")]
+Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")]
+GitHub = Annotated[bool, typer.Option("--github", help="Print annotations for GitHub Actions too.")]
+Suppressions = Annotated[
+    Path | None,
+    typer.Option(
+        "--suppressions",
+        metavar="FILE",
+        help="Accepted findings with their reasons. Otherwise precgraph.toml or pyproject.toml in this folder.",
+    ),
+]
+Baseline = Annotated[
+    Path | None, typer.Option("--baseline", metavar="FILE", help="An earlier --json: only what it lacks fails.")
+]
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Which files to write; ``json_to`` is "-" for stdout, which then holds nothing else."""
+
+    json_to: str | None = None
+    html: Path | None = None
+    sarif: Path | None = None
+    junit: Path | None = None
+    github: bool = False
+
+    def __post_init__(self) -> None:
+        if self.github and self.json_to == "-":
+            raise InputError("--json - and --github both want stdout", remedy="write the JSON to a file")
+
+    def write(self, document: Mapping[str, Any]) -> None:
+        """Write every format; tables, and annotations after them, go to stdout."""
+        from precgraph.report import github, html, junit, sarif
+
+        if self.json_to is not None:
+            write_json(document, self.json_to)
+        if self.html is not None:
+            write_file(self.html, html.render(document))
+        if self.sarif is not None:
+            write_json(sarif.render(document), str(self.sarif))
+        if self.junit is not None:
+            write_file(self.junit, junit.render(document))
+        if self.json_to != "-":
+            from precgraph.report.terminal import show
+
+            show(document, console())
+        if self.github:
+            for line in github.render(document):
+                typer.echo(line)
+
+
+class Output:
+    """The formats, suppressions and baseline of one check. The files are read first, so that errors come early."""
+
+    def __init__(
+        self,
+        json_to: str | None = None,
+        html: Path | None = None,
+        sarif: Path | None = None,
+        junit: Path | None = None,
+        github: bool = False,
+        suppressions: Path | None = None,
+        baseline: Path | None = None,
+    ) -> None:
+        from precgraph.report import load, suppress
+
+        self.formats = Formats(json_to, html, sarif, junit, github)
+        path = suppressions or suppress.find(Path())
+        self.suppressions = suppress.read(path) if path else ()
+        self.baseline = load(baseline) if baseline else None
+
+    def document(self, report: Report, context: Mapping[str, Any]) -> dict[str, Any]:
+        """The document of a report; ``context`` has "level", "compared" and what else belongs to the level."""
+        from precgraph.report import build
+
+        where = {"subject": _subject(context)} if "sides" in context else {}
+        return build(report, {**context, **where}, suppressions=self.suppressions, baseline=self.baseline)
+
+    def conclude(self, report: Report, context: Mapping[str, Any]) -> int:
+        """Write the document in every format that was asked for; its exit code."""
+        document = self.document(report, context)
+        self.formats.write(document)
+        return int(document["exit_code"])
+
+
+def _subject(context: Mapping[str, Any]) -> str:
+    """The file that a finding is about: the rollout side's, else the training side's, else the model's."""
+    sides = [context["sides"][side] for side in ("infer", "train")]
+    named = [Path(spec.partition(":")[2] or spec) for spec in sides] + [Path(context["model"])]
+    found = [file for path in named for file in (path, path / "config.json") if file.is_file()]
+    if not found:
+        return str(context["model"])
+    path = found[0].resolve()
+    return (path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path).as_posix()

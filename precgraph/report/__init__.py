@@ -1,0 +1,8 @@
+"""The result of a check as one JSON document, and everything that is made from it: text, HTML, SARIF, JUnit, GitHub.
+
+Nothing here imports torch, but for :mod:`.layer`, which reads graphs.
+"""
+
+from precgraph.report.document import build, load, rows_of, schema, verdict
+
+__all__ = ["build", "load", "rows_of", "schema", "verdict"]

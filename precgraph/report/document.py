@@ -1,0 +1,202 @@
+"""The JSON document of a check: the normative result, which the exit code and all other formats follow from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+import precgraph
+from precgraph.errors import CheckError, InputError
+from precgraph.report.suppress import Suppression, judge
+from precgraph.verify.report import Finding, Report, fold, plain
+from precgraph.verify.rules import RULES
+
+SCHEMA = 1
+STATES = ("violation", "suppressed", "known", "not_proved", "note")
+UNUSED = RULES["unused suppression"].code
+_ROW_KEYS = ("code", "codes", "module", "op", "attributes", "train", "infer", "message", "remedy", "count", "inherited")
+
+
+def build(
+    report: Report,
+    context: Mapping[str, Any],
+    *,
+    suppressions: Sequence[Suppression] = (),
+    baseline: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The document of a report.
+
+    ``context`` has "level" and what else belongs to that level (model, sides, recipes, compared ...). Violations that a
+    suppression covers go to "suppressed", those that ``baseline`` (an earlier document) has too to "known"; only what
+    is left in "violations" fails. CheckError: nothing was compared; InputError: the baseline is of another level.
+    """
+    if report.compared <= 0:
+        raise CheckError("nothing was compared, which proves nothing", remedy="pass two programs of one model")
+    level = str(context["level"])
+    judged = judge(report.violations, suppressions, level)
+    state = {
+        "violation": _numbered([*judged.open, *judged.unused]),
+        "suppressed": _numbered([f for f, _ in judged.suppressed]),
+        "known": [],
+        "not_proved": _numbered(report.not_proved),
+        "note": _numbered(report.notes),
+    }
+    reasons = [reason for _, reason in judged.suppressed]
+    fixed: list[dict[str, Any]] = []
+    if baseline is not None:
+        if baseline["level"] != level:
+            raise InputError(
+                f"the baseline is of level {baseline['level']}, and this check of level {level}",
+                remedy="write one with --json at this level",
+            )
+        old = {f["fingerprint"]: f for f in findings_of(baseline)}
+        state["known"] = [(f, mark) for f, mark in state["violation"] if mark in old]
+        state["violation"] = [(f, mark) for f, mark in state["violation"] if mark not in old]
+        now = {mark for key in ("violation", "suppressed", "known") for _, mark in state[key]}
+        fixed = [{k: v for k, v in f.items() if k != "reason"} for mark, f in old.items() if mark not in now]
+    failing = bool(state["violation"])
+    return {
+        "schema": SCHEMA,
+        "tool": {"name": "precgraph", "version": precgraph.__version__},
+        **context,
+        "ok": not failing,
+        "exit_code": int(failing),
+        "violations": [_finding(f, mark) for f, mark in state["violation"]],
+        "suppressed": [
+            {**_finding(f, mark), "reason": reason}
+            for (f, mark), reason in zip(state["suppressed"], reasons, strict=True)
+        ],
+        "known": [_finding(f, mark) for f, mark in state["known"]],
+        "fixed": fixed,
+        "not_proved": [_finding(f, mark) for f, mark in state["not_proved"]],
+        "notes": [_finding(f, mark) for f, mark in state["note"]],
+        "rows": list(_rows({k: [f for f, _ in v] for k, v in state.items()}, reasons)),
+    }
+
+
+def findings_of(document: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Every finding that failed, or would have without a suppression or baseline."""
+    for key in ("violations", "suppressed", "known"):
+        yield from document[key]
+
+
+def rows_of(document: Mapping[str, Any], *states: str) -> list[dict[str, Any]]:
+    """The folded rows in these states."""
+    return [row for row in document["rows"] if row["state"] in states]
+
+
+def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
+    """One word (consistent, accepted, unclean, inconsistent) and the rest of the sentence."""
+    failing = [f for f in document["violations"] if f["code"] != UNUSED]
+    unused = len(document["violations"]) - len(failing)
+    accepted = [
+        f"{len(document[key])} {words}"
+        for key, words in (("suppressed", "suppressed"), ("known", "known from the baseline"))
+        if document[key]
+    ]
+    open_points = len(document["not_proved"])
+    if failing:
+        inherited = sum(f["inherited"] for f in failing)
+        parts = [
+            f"{len(failing)} root {'cause' if len(failing) == 1 else 'causes'}; "
+            f"{inherited} more nodes only inherit a difference",
+            *accepted,
+        ]
+        word = "inconsistent"
+    elif unused:
+        word, parts = "unclean", ["nothing else differs", *accepted]
+    elif accepted:
+        word, parts = "accepted", [f"{' and '.join(accepted)}, and no other difference"]
+    else:
+        proof = {
+            "graph": "the rollout's program is inside the training forward",
+            "weights": f"every byte is what {document.get('sides', {}).get('train')} makes of the masters",
+        }
+        word = "consistent"
+        parts = [proof.get(str(document["level"]), "nothing that was compared differs")]
+    if unused:
+        parts.append(f"{unused} unused {'suppression' if unused == 1 else 'suppressions'}")
+    if document["fixed"]:
+        parts.append(f"{len(document['fixed'])} of the baseline {'is' if len(document['fixed']) == 1 else 'are'} fixed")
+    text = "; ".join(parts)
+    if open_points and not failing:
+        text += f", but for {open_points} {'point that is' if open_points == 1 else 'points that are'} not proved"
+    return word, text
+
+
+# ------------------------------------------------------------------------------------------ parts
+
+
+def _finding(finding: Finding, mark: str) -> dict[str, Any]:
+    return {**plain(finding), "fingerprint": mark}
+
+
+def _numbered(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
+    """Findings with their fingerprints: what differs, where and how, but no names of nodes. Equal ones count up."""
+    seen: Counter[str] = Counter()
+    out = []
+    for f in findings:
+        text = json.dumps([f.numbers(), f.module, f.op, f.attributes, f.train, f.infer])
+        mark = hashlib.sha256(text.encode()).hexdigest()[:20]
+        seen[mark] += 1
+        out.append((f, mark if seen[mark] == 1 else f"{mark}.{seen[mark]}"))
+    return out
+
+
+def _rows(state: Mapping[str, Sequence[Finding]], reasons: Sequence[str]) -> Iterable[dict[str, Any]]:
+    for name in STATES:
+        groups: dict[str | None, list[Finding]] = {}
+        for i, finding in enumerate(state[name]):
+            groups.setdefault(reasons[i] if name == "suppressed" else None, []).append(finding)
+        for reason, members in groups.items():
+            for row in fold(members, name == "violation"):
+                values = {key: getattr(row, key) for key in _ROW_KEYS}
+                data = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+                yield {"state": name, **data, **({} if reason is None else {"reason": reason})}
+
+
+# ----------------------------------------------------------------------------------------- reading
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """The JSON schema (draft 2020-12) of a document."""
+    text = files("precgraph.report").joinpath(f"schema-{SCHEMA}.json").read_text(encoding="utf-8")
+    return cast("dict[str, Any]", json.loads(text))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a document that ``check --json`` wrote. InputError: it cannot be read, or does not fit the schema."""
+    data = read_json(path)
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import best_match
+
+    error = best_match(Draft202012Validator(schema()).iter_errors(data))
+    if error is not None:
+        where = "/".join(map(str, error.absolute_path)) or "the top"
+        words = error.message if len(error.message) <= 120 else error.message[:117] + "..."
+        raise InputError(
+            f"is no report of schema {SCHEMA}: at {where}: {words}", path=str(path),
+            remedy="write one with precgraph check --json",
+        )  # fmt: skip
+    return cast("dict[str, Any]", data)
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file; InputError with one line if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"is not valid JSON: {error}", path=str(path)) from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")

@@ -1,0 +1,47 @@
+"""GitHub Actions annotations: one workflow command a line, which the runner reads from stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from precgraph.report.document import rows_of, verdict
+
+_COMMANDS = {
+    "violation": "error",
+    "known": "warning",
+    "suppressed": "notice",
+    "not_proved": "warning",
+    "note": "notice",
+}
+
+
+def render(document: Mapping[str, Any]) -> Iterator[str]:
+    """``::error title=PG105 amax floor, model.layers.{0-1}.mlp::...`` for each row, after the verdict: GitHub shows
+    ten a step and kind, so what matters most comes first.
+
+    A module's name cannot start a command of its own: line breaks, ``%``, and in the title ``:`` and ``,`` are escaped.
+    """
+    word, rest = verdict(document)
+    yield f"::{'notice' if document['ok'] else 'error'} title=precgraph check::{_data(f'{word}: {rest}')}"
+    for state, command in _COMMANDS.items():
+        for row in rows_of(document, state):
+            title = f"{row['code']} in {row['module'] or 'the model'}"
+            yield f"::{command} title={_property(title)}::{_data(_message(row))}"
+
+
+def _message(row: Mapping[str, Any]) -> str:
+    values = [
+        f"{a}: train {t} | infer {i}" for a, t, i in zip(row["attributes"], row["train"], row["infer"], strict=True)
+    ]
+    count = f"{row['count']} nodes; " if row["count"] > 1 else ""
+    last = f"accepted: {row['reason']}" if "reason" in row else f"what to do: {row['remedy']}"
+    return "\n".join([f"{count}{row['message']}", *values, last])
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

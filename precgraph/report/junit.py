@@ -1,0 +1,73 @@
+"""JUnit XML: a test case for each family of rules that the level compares, and one for each row that fails."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from precgraph.report.document import rows_of, verdict
+
+FAMILIES = {
+    "PG0": "settings of the check", "PG1": "formats", "PG2": "dtypes and numeric rules", "PG3": "constants",
+    "PG4": "structure", "PG5": "kernels", "PG6": "stored bytes", "PG7": "environment",
+}  # fmt: skip
+_LEVELS = {"graph": ("PG0", "PG1", "PG2", "PG3", "PG4", "PG5"), "weights": ("PG0", "PG1", "PG6")}
+# XML 1.0 has no character for these, escaped or not.
+_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def render(document: Mapping[str, Any]) -> str:
+    """The XML text. Suppressed and known rows are skipped cases, so that they stay in sight."""
+    name = f"precgraph check, level {document['level']}"
+    cases = list(_cases(document))
+    suite = ET.Element("testsuite", name=clean(name))
+    for case in cases:
+        suite.append(case)
+    counts = {
+        "tests": len(cases), "failures": len(suite.findall("./testcase/failure")), "errors": 0,
+        "skipped": len(suite.findall("./testcase/skipped")),
+    }  # fmt: skip
+    ET.SubElement(suite, "system-out").text = clean(": ".join(verdict(document)))
+    root = ET.Element("testsuites", name="precgraph")
+    for element in (root, suite):
+        element.attrib.update({key: str(value) for key, value in counts.items()})
+    root.append(suite)
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _cases(document: Mapping[str, Any]) -> Iterator[ET.Element]:
+    rows = rows_of(document, "violation", "suppressed", "known")
+    families: dict[str, list[dict[str, Any]]] = {key: [] for key in _LEVELS.get(document["level"], ())}
+    for row in rows:
+        families.setdefault(row["code"][:3], []).append(row)
+    for family, members in families.items():
+        group = f"precgraph.{document['level']}.{family}xx {FAMILIES.get(family, '')}".rstrip()
+        if not members:
+            yield ET.Element("testcase", classname=group, name="no difference")
+        for row in members:
+            yield _case(group, row)
+
+
+def _case(group: str, row: Mapping[str, Any]) -> ET.Element:
+    case = ET.Element("testcase", classname=group, name=clean(f"{row['code']} in {row['module'] or 'the model'}"))
+    if row["state"] == "violation":
+        failure = ET.SubElement(case, "failure", type=row["code"].partition(" ")[0], message=clean(row["message"]))
+        failure.text = clean("\n".join(_lines(row)))
+    else:
+        ET.SubElement(case, "skipped", message=clean(row.get("reason", "known from the baseline")))
+    return case
+
+
+def _lines(row: Mapping[str, Any]) -> Sequence[str]:
+    values = [
+        f"{a}: train {t} | infer {i}" for a, t, i in zip(row["attributes"], row["train"], row["infer"], strict=True)
+    ]
+    return [f"{row['module'] or '(model)'}  {row['op']}, {row['count']} nodes", *values, f"what to do: {row['remedy']}"]
+
+
+def clean(text: str) -> str:
+    """The text without characters that XML 1.0 cannot hold."""
+    return _ILLEGAL.sub("�", text)

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import precgraph
-from precgraph.cli import audit, check, digest, doctor, export, recipe, rule, show, stacks
+from precgraph.cli import audit, check, digest, doctor, export, recipe, report, rule, show, stacks
 from precgraph.cli.console import settings
 
 
@@ -58,6 +58,8 @@ for command in (
     audit.audit,
     doctor.doctor,
     recipe.recipe,
+    report.report,
+    report.schema,
     rule.rule,
     stacks.stacks,
 ):

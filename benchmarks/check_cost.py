@@ -1,7 +1,7 @@
 """What ``precgraph check`` costs on real shapes: wall time and memory of the whole command, and how it grows.
 
 The command runs as a process of its own on a config.json, so that imports and the peak of its memory count. Targets:
-Qwen3-8B 15 s, Llama-70B shapes 30 s, Llama-405B shapes 60 s, each below 1.5 GB.
+Qwen3-8B 15 s, Llama-70B shapes 30 s, Llama-405B and DeepSeek-V3 shapes (256 experts) 60 s, each below 1.5 GB.
 """
 
 from __future__ import annotations
@@ -50,8 +50,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **_LLAMA, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
         "num_attention_heads": 128,
     },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 129280,
+        "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61,
+        "num_attention_heads": 128, "num_key_value_heads": 128, "n_shared_experts": 1, "n_routed_experts": 256,
+        "routed_scaling_factor": 2.5, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+        "v_head_dim": 128, "qk_nope_head_dim": 128, "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3, "norm_topk_prob": True, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000, "rope_scaling": {
+            "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+        },
+        "tie_word_embeddings": False,
+    },
 }  # fmt: skip
-TARGETS = {"Qwen3-8B": 15.0, "Llama-3.1-70B": 30.0, "Llama-3.1-405B": 60.0}  # seconds
+TARGETS = {"Qwen3-8B": 15.0, "Llama-3.1-70B": 30.0, "Llama-3.1-405B": 60.0, "DeepSeek-V3": 60.0}  # seconds
 MEMORY_TARGET = 1.5  # GB
 LAYERS = (20, 40, 80, 160)
 

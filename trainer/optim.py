@@ -24,6 +24,9 @@ _MASTER = "master"
 class MasterOptimizer:
     """AdamW for named parameters, with fp32 gradient sums, clipping and warm-up.
 
+    A backward that sums in fp32 itself may put its sum into the parameter's ``main_grad`` (fp32, as Megatron names it):
+    it is added to what came through ``.grad``, and taken, so that the next backward begins with none.
+
     ``masters="fp32"``: the optimiser owns an fp32 copy of every parameter; after each step the parameter is its bf16
     rounding (to nearest). ``masters="bf16"``: the parameter is the master, rounded stochastically, at no extra memory.
     ``states="8bit"`` quantises both moments (torchao). Gradients are taken from ``.grad`` as soon as autograd has made
@@ -65,13 +68,30 @@ class MasterOptimizer:
         return collect
 
     # ---------------------------------------------------------------------------------------- step
+    def gradients(self) -> dict[str, Tensor]:
+        """The fp32 gradients so far, by name: what came through ``.grad``, and every ``main_grad``, taken over.
+
+        TrainerError for a ``main_grad`` of another dtype or shape.
+        """
+        for name, parameter in self.parameters.items():
+            main: Tensor | None = getattr(parameter, "main_grad", None)
+            if main is None:
+                continue
+            if main.dtype != torch.float32 or main.shape != parameter.shape:
+                raise TrainerError(
+                    f"main_grad must be float32 {list(parameter.shape)}, not {main.dtype} {list(main.shape)}", path=name
+                )
+            parameter.main_grad = None
+            self._sums[name] = main.add_(self._sums[name]) if name in self._sums else main
+        return self._sums
+
     def discard(self) -> None:
         """Forget the gradients that have been collected."""
-        self._sums.clear()
+        self.gradients().clear()
 
     def gradient_norm(self) -> float:
         """The 2-norm of all collected gradients."""
-        norms = [torch.linalg.vector_norm(g) for g in self._sums.values()]
+        norms = [torch.linalg.vector_norm(g) for g in self.gradients().values()]
         return float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
 
     @torch.no_grad()

@@ -247,7 +247,7 @@ def test_the_split_into_micro_batches_changes_only_roundings(tmp_path: Path) -> 
         )
         step: list[dict[str, Tensor]] = []
         made.optimizer.step = lambda made=made, step=step: (
-            step.append(dict(made.optimizer._sums)) or {"grad_norm": 1.0, "lr": 0.0}
+            step.append(dict(made.optimizer.gradients())) or {"grad_norm": 1.0, "lr": 0.0}
         )  # type: ignore[method-assign]
         collected = made.collector.collect(0, 1)
         result = made.updater.prepare(collected.samples)

@@ -96,6 +96,38 @@ def test_gradients_of_micro_batches_add_up_in_fp32() -> None:
     assert optimizer.gradient_norm() == 0.0
 
 
+@pytest.mark.parametrize(("masters", "states"), KINDS)
+def test_main_grad_is_a_gradient_in_fp32(masters: str, states: str) -> None:
+    """The same update as through .grad, clipped by the norm of both; what bf16 would have lost is kept; taken once."""
+    grad = torch.randn(64, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    mine, theirs = weights(), weights()
+    a, b = (build(w, lr=1e-2, clip=0.5, masters=masters, states=states) for w in (mine, theirs))
+    for scale in (1.0, 2.0):
+        mine.main_grad = grad.float() * scale
+        torch.manual_seed(0)
+        left = a.step()
+        torch.manual_seed(0)
+        right = (theirs * (grad * scale)).sum().backward() or b.step()
+        assert left == right and left["grad_norm"] == pytest.approx(scale * grad.double().norm().item(), rel=1e-5)
+        assert mine.main_grad is None and torch.equal(mine.detach(), theirs.detach())
+
+
+def test_main_grad_adds_to_grad() -> None:
+    """A weight with two readers, of which one sums in fp32: 256 + 2^-8, where bf16 would keep 256."""
+    w = weights()
+    optimizer = build(w)
+    w.main_grad = torch.full(w.shape, 2.0**-8)
+    (w.float() * 256).sum().backward()
+    assert torch.equal(optimizer.gradients()["w"], torch.full(w.shape, 256 + 2.0**-8)) and w.main_grad is None
+    w.main_grad = torch.ones(w.shape)
+    assert optimizer.gradients()["w"][0, 0] == 257 + 2.0**-8
+    optimizer.discard()
+    assert optimizer.gradient_norm() == 0.0
+    w.main_grad = torch.ones(w.shape, dtype=torch.bfloat16)
+    with pytest.raises(TrainerError, match=r"w: main_grad must be float32 \[64, 128\]"):
+        optimizer.step()
+
+
 def test_clipping_by_hand() -> None:
     """A gradient of 3 and 4 has norm 5; clipped to 1 it is 0.6 and 0.8 (but for 1e-6 in the denominator)."""
     a, b = (nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16)) for _ in range(2))

@@ -29,7 +29,7 @@ from precgraph import ops
 from precgraph.errors import LoweringError
 from precgraph.formats import QTensor
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
-from precgraph.lowering.gemm_nodes import bf16, fp8
+from precgraph.lowering.gemm_nodes import bf16, fp8, wgrads
 from precgraph.lowering.packs import (
     Fp8Weight,
     MasterWeight,
@@ -241,15 +241,6 @@ def _linears(members: Sequence[fx.Node], escaping: frozenset[fx.Node]) -> Fused 
     return Fused(fp8_linears, args, tuple(members))
 
 
-def _wgrads(members: Sequence[fx.Node], escaping: frozenset[fx.Node]) -> Fused | None:
-    """The WGrads of such a group, last linear first in a backward: their operands lie in the linears' order."""
-    x = members[0].args[1]
-    members = members[::-1]
-    if any(n.target is not ops.linear_wgrad or n.args[1] is not x or not _wgrad_in_fp8(n) for n in members):
-        return None
-    return Fused(fp8_wgrads, ([Of(n, 0) for n in members], Of(members[0], 1)), tuple(members))
-
-
 def _wgrad_in_fp8(node: fx.Node) -> bool:
     return fp8("128x1", "128x1")(node) or fp8("128x1", "128x128")(node)
 
@@ -280,5 +271,5 @@ register(
 )
 register_fusion(
     Fusion("projections", "deep_gemm", _linears),
-    Fusion("wgrads", "deep_gemm", _wgrads),
+    Fusion("wgrads", "deep_gemm", wgrads(fp8_wgrads, _wgrad_in_fp8)),
 )

@@ -1,14 +1,16 @@
-"""Predicates on GEMM nodes that the GPU backends share."""
+"""Predicates on GEMM nodes, and groups of them, that the GPU backends share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
+from precgraph import ops
 from precgraph.formats import Format
 from precgraph.graph import precision
+from precgraph.lowering.fuse import Fused, Match, Of
 
 
 def fp8(left: str, right: str) -> Callable[[fx.Node], bool]:
@@ -39,3 +41,16 @@ def _is_e4m3(granularity: str) -> Callable[[Format], bool]:
 
 def _is_bf16(fmt: Format) -> bool:
     return fmt == Format.plain("bfloat16")
+
+
+def wgrads(run: Callable[..., Any], serves: Callable[[fx.Node], bool]) -> Match:
+    """The WGrads of linears that read one value as one call ``run(dys, x)``, in the order of the linears."""
+
+    def match(members: Sequence[fx.Node], escaping: frozenset[fx.Node]) -> Fused | None:
+        x = members[0].args[1]
+        members = members[::-1]  # a backward meets the last linear first
+        if any(n.target is not ops.linear_wgrad or n.args[1] is not x or not serves(n) for n in members):
+            return None
+        return Fused(run, ([Of(n, 0) for n in members], Of(members[0], 1)), tuple(members))
+
+    return match

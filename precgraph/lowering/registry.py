@@ -71,12 +71,13 @@ _MODULES = {
     "triton": "precgraph.lowering.triton.kernels",
     "flash_attention": "precgraph.lowering.flash_attention",
     "deep_gemm": "precgraph.lowering.deep_gemm",
+    "cuda": "precgraph.lowering.cuda.wgrad",
 }
 # What a caller can ask for, and the backends that are then asked in turn.
 BACKENDS = {
     "reference": ("reference",),
     "triton": ("triton", "reference"),
-    "deep_gemm": ("deep_gemm", "flash_attention", "triton", "reference"),
+    "deep_gemm": ("cuda", "deep_gemm", "flash_attention", "triton", "reference"),
 }
 AUTO = {"cuda": "deep_gemm"}  # elsewhere the reference
 
@@ -97,7 +98,7 @@ def backends(backend: str, device: torch.device) -> tuple[str, ...]:
     names = BACKENDS[AUTO.get(device.type, "reference") if backend == "auto" else backend]
     for name in names:
         importlib.import_module(_MODULES[name])
-    problem = unavailable(names[0], device) if backend != "auto" else None
+    problem = unavailable(backend, device) if backend != "auto" else None
     if problem is not None:
         raise problem
     return names

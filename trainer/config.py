@@ -83,9 +83,10 @@ class EvalTable:
 
 @dataclass(frozen=True, slots=True)
 class RolloutTable:
-    """``groups`` prompts of ``samples`` responses each a step. With ``dynamic``, groups whose rewards are all alike are
-    replaced by new prompts, for at most ``max_rounds`` rounds of sampling. ``max_sequences``, ``max_batch_tokens`` and
-    ``cache_blocks`` (0: automatic) go to the engine."""
+    """``engine``: ``embedded`` (precgraph's own) or ``vllm`` (in the trainer's process; its own model where the arm is
+    not ``exact``). ``groups`` prompts of ``samples`` responses each a step. With ``dynamic``, groups whose rewards are
+    all alike are replaced by new prompts, for at most ``max_rounds`` rounds of sampling. ``max_sequences``,
+    ``max_batch_tokens`` and ``cache_blocks`` (0: automatic) go to the engine."""
 
     engine: str = "embedded"
     groups: int = 8
@@ -322,7 +323,7 @@ def _typed(path: str, kind: Any, value: Any) -> Any:
 
 def _validate(c: Config) -> None:
     _choice("precision.arm", c.precision.arm, ARMS)
-    _choice("rollout.engine", c.rollout.engine, ("embedded",))
+    _choice("rollout.engine", c.rollout.engine, ("embedded", "vllm"))
     _choice("algorithm.advantages", c.algorithm.advantages, ("group_norm", "centred"))
     _choice("algorithm.aggregation", c.algorithm.aggregation, ("token", "sequence", "constant"))
     _choice("algorithm.zero_spread", c.algorithm.zero_spread, ("keep", "drop"))

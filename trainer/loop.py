@@ -27,7 +27,7 @@ from trainer.models import device_of, load_policy, load_tokenizer
 from trainer.optim import MasterOptimizer
 from trainer.precision import build_pair
 from trainer.record import measure
-from trainer.rollout import Collected, Collector, EmbeddedRollout, Rollout, sample_groups
+from trainer.rollout import Collected, Collector, Rollout, build_rollout, sample_groups
 from trainer.tasks import Stream, Task, encode, load_task, stop_ids
 from trainer.update import Result, Updater
 
@@ -54,9 +54,7 @@ class Trainer:
         self.actor = self.pair.actor
         if config.model.checkpointing:
             self.actor.gradient_checkpointing_enable()
-        self.rollout = rollout or EmbeddedRollout(
-            self.pair.program, config.rollout, exact=config.precision.arm == "exact"
-        )
+        self.rollout = rollout or build_rollout(self.pair, config)
         self._require_one_program()
         self.stops = stop_ids(self.actor.config, getattr(self.actor, "generation_config", None), self.tokenizer)
         self.optimizer = MasterOptimizer(self.actor.named_parameters(), config.optimizer)

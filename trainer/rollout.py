@@ -17,6 +17,7 @@ from precgraph.runtime.sampling import SamplingParams
 from trainer.batch import Sample, fingerprint
 from trainer.config import Config, RolloutTable
 from trainer.errors import AlignmentError, PrecGraphError, RolloutError, TaskError
+from trainer.precision import Pair
 from trainer.tasks import Item, Stream, Task, encode
 
 LONG_PROMPTS = 100  # so many prompts in a row beyond the context are a misconfiguration, not bad luck
@@ -85,6 +86,15 @@ class EmbeddedRollout:
                 cache_blocks=t.cache_blocks or None, self_check=self._check,
             )  # fmt: skip
             self._check = False  # the machine does not change between steps
+
+
+def build_rollout(pair: Pair, config: Config) -> Rollout:
+    """The engine that ``rollout.engine`` names, for the pair's arm."""
+    if config.rollout.engine == "vllm":
+        from trainer.rollout_vllm import vllm_rollout
+
+        return vllm_rollout(pair, config)
+    return EmbeddedRollout(pair.program, config.rollout, exact=config.precision.arm == "exact")
 
 
 # -------------------------------------------------------------------------------------- collection

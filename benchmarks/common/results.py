@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import csv
 import datetime
+import importlib.metadata
 import os
 import platform
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +54,10 @@ def machine() -> str:
 
 def versions() -> str:
     """What the numbers depend on."""
-    return f"python {platform.python_version()}; torch {torch.__version__}; transformers {transformers.__version__}"
+    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+    with suppress(importlib.metadata.PackageNotFoundError):
+        found["vllm"] = importlib.metadata.version("vllm")
+    return "; ".join(f"{name} {version}" for name, version in found.items())
 
 
 def _cpu() -> str:
@@ -62,7 +67,9 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit, with a + where the tree has changes."""
+    """The commit, with a + where the tree has changes; ``BENCHMARK_COMMIT`` names it for a copy without a history."""
+    if named := os.environ.get("BENCHMARK_COMMIT"):
+        return named
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--abbrev=10"],
         cwd=FILE.parent,

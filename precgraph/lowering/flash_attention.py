@@ -3,9 +3,12 @@
 FA3 is exact across packing, chunks and decoding if three things are fixed. One split: with several, the order of the
 sum depends on the batch. The tile: FA3 picks it from ``max_seqlen_q`` (and treats a single query as not causal, with
 another key tile), so the bound that is passed is never below :data:`QUERY_BOUND`. And paging: with head widths of 80
-and 96 the paged kernel has other tiles, so keys always reach it in one piece. All are part of the numerics id.
+and 96 the paged kernel has other tiles, so there keys must come in one piece; with those of :data:`PAGED_WIDTHS` a
+paged cache gives the same bits. All are part of the numerics id.
 
-The library is ``fa3-fwd`` (PyPI) or vLLM's copy, which also has sliding windows.
+The library is vLLM's copy where vLLM is installed, which alone reads paged caches and has sliding windows, else
+``fa3-fwd`` (PyPI). So a trainer and an engine in one environment run one binary; in two environments that hold
+different builds their digests differ.
 """
 
 from __future__ import annotations
@@ -25,16 +28,17 @@ from precgraph import ops
 from precgraph.errors import LoweringError
 from precgraph.graph import precision
 from precgraph.lowering.registry import Kernel, register
-from precgraph.runtime.contexts import AttentionContext, PackedContext, Varlen, device_bounds, varlen
+from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext, Varlen, device_bounds, varlen
 
 QUERY_BOUND = 128  # above every length for which FA3 has a tile of its own, for any number of heads in a group
 WIDTHS = (64, 80, 96, 128, 256)  # the head widths whose exactness is tested
+PAGED_WIDTHS = (64, 128, 256)  # those at which a paged cache gives the bits of keys in one piece
 
 
 @functools.cache
 def library() -> tuple[str, str]:
     """Import name of the FA3 at hand and its ``distribution version``; LoweringError if there is none."""
-    for module, distribution in (("fa3_fwd_interface", "fa3-fwd"), ("vllm.vllm_flash_attn", "vllm")):
+    for module, distribution in (("vllm.vllm_flash_attn", "vllm"), ("fa3_fwd_interface", "fa3-fwd")):
         try:
             version = importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
@@ -66,9 +70,14 @@ def _module() -> ModuleType:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, spec: ops.AttentionSpec, *, context: AttentionContext
-) -> tuple[Tensor, Tensor]:
-    """``q [1, T, H, D]``, ``k, v [1, T, Hkv, D]`` bf16 to ``[1, T, H·D]`` and log-sum-exp ``[T, H]`` fp32."""
+    q: Tensor, k: Tensor, v: Tensor, spec: ops.AttentionSpec, *, context: AttentionContext | OwnAttention
+) -> tuple[Tensor, Tensor | None]:
+    """``q [1, T, H, D]``, ``k, v [1, T, Hkv, D]`` bf16 to ``[1, T, H·D]`` and log-sum-exp ``[T, H]`` fp32.
+
+    A context that attends by itself gives no log-sum-exp: nothing in a rollout reads it.
+    """
+    if isinstance(context, OwnAttention):
+        return context.attend(spec.layer, q, k, v), None
     out, lse = forward(q[0], varlen(context, spec.layer, k, v), spec)
     return out.flatten(1).unsqueeze(0), lse.t()
 
@@ -180,7 +189,7 @@ def _name() -> str:
 
 register(
     Kernel(
-        "attention", "flash_attention", attention, f"{_name()}: one split, queries >= {QUERY_BOUND}, unpaged",
+        "attention", "flash_attention", attention, f"{_name()}: one split, queries >= {QUERY_BOUND}, as unpaged",
         _serves, context=True, library=_name(),
     ),
     Kernel(

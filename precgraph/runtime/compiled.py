@@ -20,7 +20,7 @@ from precgraph.lowering.registry import Kernel
 from precgraph.passes.pipeline import build
 from precgraph.recipe import Recipe
 from precgraph.runtime.accept import require_inputs, require_labels, require_own_forward, require_token_local
-from precgraph.runtime.contexts import AttentionContext, PackedContext
+from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext
 from precgraph.runtime.inputs import Packed, pack
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.store import WeightStore
@@ -68,6 +68,12 @@ class Compiled:
     def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, *, checkpoint: bool = False) -> Tensor:
         """``ids, positions [1, T]`` to the hidden states ``[1, T, C]`` that enter the head (final norm, lm_head)."""
         self.ready()
+        return self.run_body(ids, positions, context, checkpoint=checkpoint)
+
+    def run_body(
+        self, ids: Tensor, positions: Tensor, context: AttentionContext | OwnAttention, *, checkpoint: bool = False
+    ) -> Tensor:
+        """:meth:`hidden` for engines, which call :meth:`ready` once before many steps."""
         body, head = self.runner.program.segments[:-1], self.runner.program.segments[-1]
         values = {"input_ids": ids, "position_ids": positions, "context": context}
         hidden: Tensor = self.runner.run(values, _hidden_inputs(head), segments=body, checkpoint=checkpoint)[0]

@@ -2,11 +2,12 @@
 
 A program's attention nodes say how to attend; the context, made anew for each call, says to what. In training the
 keys are those of the same call (:class:`PackedContext`); in a rollout they are read from a paged cache
-(:class:`precgraph.runtime.cache.PagedContext`).
+(:class:`precgraph.runtime.cache.PagedContext`), or a :class:`OwnAttention` attends over a cache of its own.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -37,6 +38,14 @@ class AttentionContext(Protocol):
     def sequences(self, layer: int, k: Tensor, v: Tensor) -> Iterator[Attended]:
         """The call's sequences for one layer; ``k, v [1, T, Hkv, D]`` are the call's own keys and values."""
         ...
+
+
+class OwnAttention(ABC):
+    """A context that runs attention itself, over a cache that only an engine's own kernel reads."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``q [1, T, H, D]``, ``k, v [1, T, Hkv, D]`` to ``[1, T, H·D]``, bit for bit what the layer's kernel gives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class Engine:
         anything runs, for a prompt that is empty, too long, or holds ids outside the vocabulary.
         """
         store, pool = self._compiled.store, self.cache.pool
-        store.require_fresh()
+        self._compiled.ready()
         version = store.version
         requests = self._requests(prompt_token_ids, params)
         scheduler = Scheduler(pool, requests, self._max_batch_tokens, self._max_sequences)
@@ -204,7 +204,8 @@ def run_paged(
 ) -> Tensor:
     """Hidden states ``[1, T, C]`` of ``(tokens, blocks, start, stop)``: positions ``start .. stop - 1`` of each.
 
-    ``blocks`` are the sequence's pages, which hold its positions before ``start`` and get these.
+    ``blocks`` are the sequence's pages, which hold its positions before ``start`` and get these. The caller has asked
+    whether ``compiled`` is ready.
     """
     device = compiled.store.device
     ids: list[int] = []
@@ -217,7 +218,7 @@ def run_paged(
         positions.extend(range(start, stop))
         slots.extend(cache.slots(blocks, start, stop))
     flat = torch.tensor([ids, positions, slots], device=device)
-    return compiled.hidden(flat[None, 0], flat[None, 1], PagedContext(cache, flat[2], spans))
+    return compiled.run_body(flat[None, 0], flat[None, 1], PagedContext(cache, flat[2], spans))
 
 
 def require_row_invariance(model: Any) -> None:
@@ -227,6 +228,7 @@ def require_row_invariance(model: Any) -> None:
     enough to catch a library whose kernels pick their order of summation by the number of rows.
     """
     compiled: Compiled = model.precgraph
+    compiled.ready()
     variant = sorted({k.op for k in compiled.kernels().values() if k.row_invariant is False})
     if variant:
         raise NumericsStateError(

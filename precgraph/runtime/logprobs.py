@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from precgraph.errors import InputError
 
@@ -29,16 +30,70 @@ def logprobs_from_logits(
     ``entropy`` also the distribution's entropy in nats ``[N]``. The bits of a row's log-probability do not depend on
     the other rows; an entropy's last bits may.
     """
+    require_temperature(temperature)
     if logits.dtype != torch.float32:
         logits = logits.float()
     divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
-    if not bool(((divisor >= MIN_TEMPERATURE) & divisor.isfinite()).all()):
+    if not entropy:
+        return chosen_logprobs(logits, ids, divisor)
+    if logits.device.type == "cuda":
+        return _on_gpu(logits, ids, divisor, entropy=True)
+    logp = torch.log_softmax(logits / divisor.reshape(-1, 1), dim=-1)
+    return _at(logp, ids), -(logp.exp() * logp).sum(-1)
+
+
+def chosen_logprobs(logits: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
+    """:func:`logprobs_from_logits` of fp32 logits, for temperatures on their device that were checked before.
+
+    It never makes the host wait. On a GPU it is :mod:`precgraph.lowering.triton.logprobs`, on a CPU torch's kernel.
+    """
+    if logits.device.type == "cuda":
+        return _on_gpu(logits, ids, divisor, entropy=False)[0]
+    return _at(torch.log_softmax(logits / divisor.reshape(-1, 1), dim=-1), ids)
+
+
+def require_temperature(temperature: float | Tensor) -> None:
+    """InputError unless it is positive and finite, all of it; a tensor on a GPU is waited for."""
+    given = torch.as_tensor(temperature, dtype=torch.float32)
+    if not bool(((given >= MIN_TEMPERATURE) & given.isfinite()).all()):
         raise InputError(
             f"temperature must be positive, at least {MIN_TEMPERATURE}, and finite",
             remedy="greedy sampling is scored at temperature 1",
         )
-    logp = torch.log_softmax(logits / divisor.reshape(-1, 1), dim=-1)
-    chosen = logp.gather(-1, ids.reshape(-1, 1)).squeeze(-1)
-    if not entropy:
-        return chosen
-    return chosen, -(logp.exp() * logp).sum(-1)
+
+
+def _at(logp: Tensor, ids: Tensor) -> Tensor:
+    return logp.gather(-1, ids.reshape(-1, 1)).squeeze(-1)
+
+
+def _on_gpu(logits: Tensor, ids: Tensor, divisor: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies ``[N]``; without ``entropy`` the latter are empty."""
+    rows = logits.shape[:1]
+    ids, divisor = ids.reshape(rows).long().contiguous(), divisor.expand(rows).contiguous()
+    chosen, entropies = _GpuLogProbs.apply(logits, ids, divisor, entropy)  # type: ignore[no-untyped-call]
+    return chosen, entropies
+
+
+class _GpuLogProbs(torch.autograd.Function):
+    """The Triton kernels under autograd: one read of the logits forward, one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, divisor: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        from precgraph.lowering.triton.logprobs import logprobs
+
+        found = logprobs(logits, ids, divisor, entropy=entropy)
+        entropies = found.chosen.new_empty(0) if found.entropy is None else found.entropy
+        ctx.entropy = entropy
+        ctx.save_for_backward(logits, ids, divisor, found.normalizer, entropies)
+        if not entropy:
+            ctx.mark_non_differentiable(entropies)
+        return found.chosen, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, entropy_grad: Tensor) -> tuple[Tensor, None, None, None]:
+        from precgraph.lowering.triton.logprobs import logprobs_backward
+
+        logits, ids, divisor, normalizer, entropies = ctx.saved_tensors
+        more = {"entropy": entropies, "entropy_grad": entropy_grad} if ctx.entropy else {}
+        return logprobs_backward(grad, logits, ids, normalizer, divisor, **more).float(), None, None, None

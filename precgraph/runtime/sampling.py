@@ -1,7 +1,8 @@
 """Sampling parameters, and the draw of one token a request from a batch of logits.
 
 What a request draws depends on its logits, its parameters and its own random numbers, not on the batch: probabilities
-become integers whose running sums are exact in any order, on any device, and every other operation is along a row.
+become integers whose running sums are exact in any order, and every other operation is along a row. On a GPU a draw
+from the whole vocabulary is a kernel of its own (:mod:`precgraph.lowering.triton.draw`), and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from precgraph.errors import InputError, NonFiniteError
-from precgraph.runtime.logprobs import logprobs_from_logits
+from precgraph.runtime.logprobs import chosen_logprobs
 
 MIN_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
@@ -81,37 +82,91 @@ class Sampled:
     kept_mass: Tensor
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], uniforms: Sequence[float]) -> Sampled:
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Parameters of a batch on its device, made once for as long as the batch stays the same.
+
+    ``temperature [N]`` fp32, 1 for greedy rows. ``greedy``, ``whole`` and ``cut`` are the indices of rows that take
+    the likeliest token, draw from all, and draw from some; None for none of the batch, for which ``count [C, 1]`` and
+    ``share [C, 1]`` are top-k (0: all) and top-p.
+    """
+
+    temperature: Tensor
+    greedy: Tensor | None
+    whole: Tensor | None
+    cut: Tensor | None
+    count: Tensor
+    share: Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
+        kinds = ["cut" if p.truncated else "greedy" if p.greedy else "whole" for p in params]
+        rows = {kind: [i for i, k in enumerate(kinds) if k == kind] for kind in ("greedy", "whole", "cut")}
+        index = {kind: on_device(found, torch.int64, device) if found else None for kind, found in rows.items()}
+        cut = [params[i] for i in rows["cut"]]
+        return cls(
+            on_device([p.temperature or 1.0 for p in params], torch.float32, device), **index,
+            count=on_device([p.top_k for p in cut], torch.int64, device)[:, None],
+            share=on_device([p.top_p for p in cut], torch.float64, device)[:, None],
+        )  # fmt: skip
+
+
+def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A vector of host values; on a GPU copied from pinned memory, so that the host does not wait for the device."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Sequence[float]) -> Sampled:
     """Draw a token from each row of ``logits [N, V]`` fp32 at the quantile ``uniforms[i]`` in [0, 1).
 
-    NonFiniteError if a row holds NaN or +infinity, or if its temperature makes one.
+    A row that holds NaN or +infinity, or whose temperature makes one, is a NonFiniteError on a CPU. A GPU is not waited
+    for: there such a row's log-probability is NaN, and the caller looks at it (:func:`require_finite`).
     """
-    temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=logits.device)
-    scaled = logits / temperature[:, None]
-    if not bool(torch.isfinite(scaled.amax(-1)).all()):
+    rows = params if isinstance(params, Rows) else Rows.of(params, logits.device)
+    quantiles = on_device(uniforms, torch.float64, logits.device)
+    draw_whole = _draw_whole
+    if logits.device.type == "cuda":
+        from precgraph.lowering.triton.draw import draw as draw_whole
+    else:
+        require_finite((logits / rows.temperature[:, None]).amax(-1))
+    count = logits.shape[0]
+    ids = torch.empty(count, dtype=torch.int64, device=logits.device)
+    kept = torch.ones(count, dtype=torch.float64, device=logits.device)
+    if rows.greedy is not None:
+        ids.index_copy_(0, rows.greedy, _rows(logits, rows.greedy).argmax(-1))
+    if rows.whole is not None:
+        x, temperature, at = (_rows(t, rows.whole) for t in (logits, rows.temperature, quantiles))
+        ids.index_copy_(0, rows.whole, draw_whole(x, temperature, at))
+    if rows.cut is not None:
+        x, temperature, at = (_rows(t, rows.cut) for t in (logits, rows.temperature, quantiles))
+        drawn, held = _draw_truncated(x / temperature[:, None], rows.count, rows.share, at)
+        ids.index_copy_(0, rows.cut, drawn)
+        kept.index_copy_(0, rows.cut, held)
+    return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature), kept)
+
+
+def require_finite(values: Tensor) -> None:
+    """NonFiniteError if a log-probability, or the largest logit of a row, is NaN or infinite."""
+    if not bool(torch.isfinite(values).all()):
         raise NonFiniteError(
             "logits hold NaN or infinity after temperature",
             remedy="compile(..., checked=True) names the node that makes them",
         )
-    ids = scaled.argmax(-1)
-    kept = torch.ones(len(params), dtype=torch.float64, device=logits.device)
-    quantiles = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
-    whole = [i for i, p in enumerate(params) if not p.greedy and not p.truncated]
-    if whole:
-        ids[whole] = _draw(_weights(_rows(scaled, whole)).cumsum(-1), quantiles[whole])
-    cut = [i for i, p in enumerate(params) if p.truncated]
-    if cut:
-        ids[cut], kept[cut] = _draw_truncated(_rows(scaled, cut), [params[i] for i in cut], quantiles[cut])
-    return Sampled(ids, logprobs_from_logits(logits, ids, temperature), kept)
 
 
-def _rows(x: Tensor, rows: list[int]) -> Tensor:
-    return x if len(rows) == x.shape[0] else x[rows]
+def _rows(x: Tensor, rows: Tensor) -> Tensor:
+    return x if rows.shape[0] == x.shape[0] else x.index_select(0, rows)
 
 
 def _weights(scaled: Tensor) -> Tensor:
     """Softmax in fp32 as integers, exact down to probabilities of 2^-28."""
     return torch.softmax(scaled, -1).double().mul_(_ONE).round_().long()
+
+
+def _draw_whole(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
+    return _draw(_weights(logits / temperature[:, None]).cumsum(-1), quantiles)
 
 
 def _draw(sums: Tensor, quantiles: Tensor, totals: Tensor | None = None) -> Tensor:
@@ -121,14 +176,13 @@ def _draw(sums: Tensor, quantiles: Tensor, totals: Tensor | None = None) -> Tens
     return torch.searchsorted(sums, target[:, None], right=True).squeeze(1)
 
 
-def _draw_truncated(scaled: Tensor, params: Sequence[SamplingParams], quantiles: Tensor) -> tuple[Tensor, Tensor]:
+def _draw_truncated(scaled: Tensor, top_k: Tensor, share: Tensor, quantiles: Tensor) -> tuple[Tensor, Tensor]:
     """Draw among the likeliest tokens; also the share of the distribution that they hold."""
     width = scaled.shape[1]
     order = scaled.sort(dim=-1, descending=True, stable=True).indices
     weights = _weights(scaled).gather(-1, order)
     sums = weights.cumsum(-1)
-    count = torch.tensor([min(p.top_k or width, width) for p in params], device=scaled.device)[:, None]
-    share = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=scaled.device)[:, None]
+    count = torch.where(top_k == 0, width, top_k.clamp(max=width))
     # A token stays while those before it hold less than the share; with a share of 1 that is all of any weight.
     wanted = share * sums.gather(-1, count - 1).double()
     count = torch.minimum(count, ((sums - weights).double() < wanted).sum(-1, keepdim=True))

@@ -12,7 +12,7 @@ from precgraph.errors import InputError
 from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.contexts import PackedContext
 from precgraph.runtime.inputs import Packed, pack
-from precgraph.runtime.logprobs import logprobs_from_logits
+from precgraph.runtime.logprobs import chosen_logprobs, logprobs_from_logits, require_temperature
 
 LOGPROB_ROWS = 512  # rows of logits that token_logprobs holds at a time
 
@@ -66,7 +66,7 @@ def token_logprobs(
 
     def score(part: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
         if not entropy:
-            return logprobs_from_logits(compiled.logits(part), ids, divisor)[:, None]
+            return chosen_logprobs(compiled.logits(part), ids, divisor)[:, None]
         return torch.stack(logprobs_from_logits(compiled.logits(part), ids, divisor, entropy=True), -1)
 
     chunks = zip(*(x.split(LOGPROB_ROWS) for x in (at, targets, divisors[at])), strict=True)
@@ -104,6 +104,7 @@ def _predicting(packed: Packed, rows: Tensor | None) -> Tensor:
 
 def _temperatures(temperature: float | Tensor, packed: Packed) -> Tensor:
     """The temperature of every packed token, ``[T]`` fp32."""
+    require_temperature(temperature)
     given = torch.as_tensor(temperature, dtype=torch.float32, device=packed.ids.device)
     rows, width = packed.shape
     if given.numel() not in (1, rows) or given.dim() > 1:

@@ -1,8 +1,15 @@
 """Attention on the GPU: vLLM's FlashAttention-3 over its paged cache, with one split and one tile at every step size.
 
-Exactness hangs on two numbers that vLLM chooses step by step: how many splits a sum over keys is cut into, and the tile
-that FA3 picks from the longest query. The engine's own setting (``flash_attn_max_num_splits_for_cuda_graph``) holds for
-captured steps only; the builder here fixes both for all.
+The program's own kernel is FlashAttention-3 too (:mod:`precgraph.lowering.flash_attention`), in one environment the
+same binary: here vLLM calls it, so that its cache, its slots and its CUDA graphs are its own affair. The trainer's
+bits hang on numbers that vLLM chooses step by step; the builder fixes them for all steps, captured or not (the
+engine's setting ``flash_attn_max_num_splits_for_cuda_graph`` holds for captured ones only):
+
+- ``max_num_splits = 1``: with several splits the order of a sum over keys depends on the batch.
+- ``max_query_len >= QUERY_BOUND``: FA3 picks its tile from it, and treats a single query as not causal.
+- no schedule made ahead, which would choose splits of its own, and no cascade, which sums a common prefix apart.
+
+FA3 captures whole (``AttentionCGSupport.ALWAYS``): what a step reads is in buffers that keep their places.
 """
 
 from __future__ import annotations
@@ -13,9 +20,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
-from precgraph.lowering.flash_attention import QUERY_BOUND
+from precgraph.errors import UnsupportedModelError
+from precgraph.lowering.flash_attention import PAGED_WIDTHS, QUERY_BOUND
+from precgraph.ops import AttentionSpec
+from precgraph.runtime.contexts import OwnAttention
+
+
+def require_exact(spec: AttentionSpec) -> None:
+    """UnsupportedModelError for attention that vLLM's cache would not serve with the trainer's bits."""
+    version = get_flash_attn_version(head_size=spec.head_dim)
+    if version != 3:
+        raise UnsupportedModelError(
+            f"vLLM would attend with FlashAttention {version}, the trainer does with 3",
+            remedy="use a Hopper GPU, and leave attention_config.flash_attn_version unset",
+        )
+    if spec.head_dim not in PAGED_WIDTHS:
+        raise UnsupportedModelError(
+            f"heads of width {spec.head_dim}: FlashAttention-3 has other tiles for a paged cache than for whole keys",
+            remedy=f"widths {', '.join(map(str, PAGED_WIDTHS))} are exact; the embedded engine serves the others",
+        )
 
 
 class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
@@ -23,10 +49,9 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.aot_schedule = False  # a schedule made ahead chooses splits of its own
+        self.aot_schedule = False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        # Cascade attention computes a common prefix apart and merges: another order of sums.
         metadata = super().build(0, common_attn_metadata, fast_build)
         metadata.max_num_splits = 1
         metadata.max_query_len = max(metadata.max_query_len, QUERY_BOUND)
@@ -46,12 +71,15 @@ class OneSplitBackend(FlashAttentionBackend):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class FlashContext:
-    """The attention context of a step on the GPU: vLLM's own layers write the cache and attend, in one call."""
+class FlashContext(OwnAttention):
+    """The attention context of a step on the GPU: vLLM's own layers write the cache and attend, in one call.
+
+    A call may have more rows than the step has tokens: vLLM writes and attends for its tokens only, and what the
+    other rows get is undefined.
+    """
 
     layers: Mapping[int, Any]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [1, T, H, D]``, ``k, v [1, T, Hkv, D]`` bf16 to ``[1, T, H·D]``."""
         out: Tensor = self.layers[layer](q[0].flatten(1), k[0].flatten(1), v[0].flatten(1))
         return out.unsqueeze(0)

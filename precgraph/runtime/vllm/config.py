@@ -21,6 +21,7 @@ WORKERS = {
     "cpu": "precgraph.runtime.vllm.worker_cpu.ExactCPUWorker",
     "cuda": "precgraph.runtime.vllm.worker_gpu.ExactGPUWorker",
 }
+DUMMY = "precgraph_dummy"  # our loader of random weights
 GATE = "precgraph.runtime.vllm.params:ExactGate"
 
 
@@ -42,7 +43,10 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
                 remedy="leave worker_cls at auto",
             )
         parallel.worker_cls = WORKERS[device]
+        if vllm_config.load_config.load_format == "dummy":
+            vllm_config.load_config.load_format = DUMMY
         model.logits_processors = [GATE]
+        model.disable_cascade_attn = True  # which sums the keys of a common prefix apart
         model.logprobs_mode = "processed_logprobs"
         if device == "cuda":
             _capture_decoding(vllm_config)

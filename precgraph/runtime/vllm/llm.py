@@ -26,7 +26,7 @@ from precgraph.errors import (
 )
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
-from precgraph.runtime.sampling import MAX_SEED, SamplingParams
+from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite
 from precgraph.runtime.vllm import ARCHITECTURE, register
 from precgraph.runtime.vllm.preserve import preserved_state
 from precgraph.runtime.vllm.sync import Manifest, compiled_of, policy, read_file, save_weights
@@ -122,7 +122,8 @@ class LLM:
 
         ``params`` are vLLM's ``SamplingParams`` or :class:`precgraph.runtime.sampling.SamplingParams`, one for all or
         one a prompt. A request without a seed takes one from torch's global generator. InputError for parameters that
-        an exact rollout refuses, StaleWeightsError if the weights are not complete or the actor has not synced.
+        an exact rollout refuses, StaleWeightsError if the weights are not complete or the actor has not synced,
+        NonFiniteError if a token was drawn from logits that hold NaN or infinity.
         """
         self._require_ready()
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompt_token_ids)
@@ -141,7 +142,9 @@ class LLM:
             raise StaleWeightsError("the weights changed during generate()", remedy="call sync() between calls")
         cut = [r for r, p in zip(records, asked, strict=True) if p.top_p < 1 or p.top_k > 0]
         kept = self._call("precgraph_kept_mass", cut)[0] if cut else {}
-        return [self._sample(o, version, kept.get(r, {})) for o, r in zip(outputs, records, strict=True)]
+        samples = [self._sample(o, version, kept.get(r, {})) for o, r in zip(outputs, records, strict=True)]
+        require_finite(torch.tensor([p for s in samples for p in s.logprobs]))
+        return samples
 
     def _sample(self, output: Any, version: int, kept: dict[Any, float]) -> Sample:
         (answer,) = output.outputs
@@ -171,11 +174,8 @@ class LLM:
             if self._actor.store.version != self._served:
                 self.sync()
             return
-        for state in self._call("precgraph_state"):
-            if state["checksum"] is None:
-                raise StaleWeightsError(
-                    "the engine's weights are not complete", remedy="sync the weights, then generate"
-                )
+        if not all(self._call("precgraph_complete")):
+            raise StaleWeightsError("the engine's weights are not complete", remedy="sync the weights, then generate")
 
     def _version(self) -> int:
         return self._actor.store.version if self._actor is not None else self._served
@@ -348,7 +348,9 @@ def _refuse(engine_args: dict[str, Any]) -> None:
                 f"{name} = {size} splits sums, and blocks of 128, in other places than the trainer does",
                 remedy=f"use data parallelism: data_parallel_size={size}, or one engine per device",
             )
-    for name in ("load_format", "model_loader_extra_config", "worker_cls", "quantization", "logits_processors"):
+    if engine_args.get("load_format", "dummy") != "dummy":
+        raise InputError("load_format is precgraph's to choose", remedy='leave it out; "dummy" makes random weights')
+    for name in ("model_loader_extra_config", "worker_cls", "quantization", "logits_processors"):
         if engine_args.get(name):
             raise InputError(f"{name} is precgraph's to choose", remedy="leave it out")
 

@@ -18,6 +18,7 @@ from precgraph.runtime.compiled import Compiled, build_lowered
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.vllm import ARCHITECTURE
 from precgraph.runtime.vllm.config import KEY, recipe_of
+from precgraph.runtime.vllm.sizes import Sizes, sizes_of
 from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, skeleton, wire
 from precgraph.trace import require_supported, trace
 
@@ -45,6 +46,7 @@ class PrecGraphForCausalLM(nn.Module):
         traced.tensors.clear()  # the parameters of the skeleton, which were never written
         self.compiled = Compiled(traced, "infer", recipe, "auto", False, store, Runner(program, store), places=())
         self.config, self.checkpoint = config, vllm_config.model_config.model
+        self.sizes = sizes_of(vllm_config) if device.type == "cuda" else Sizes()
         self.layers = nn.ModuleDict(
             {str(spec.layer): _attention(spec, vllm_config, prefix) for spec in _specs(program.graph)}
         )
@@ -62,11 +64,13 @@ class PrecGraphForCausalLM(nn.Module):
         """``input_ids, positions [T]`` to the hidden states ``[T, C]`` that enter the head."""
         if inputs_embeds is not None or intermediate_tensors is not None:
             raise UnsupportedModelError(f"{ARCHITECTURE} takes token ids only")
-        return self.compiled.hidden(input_ids[None].long(), positions[None].long(), self.context)[0]
+        self.compiled.store.require_fresh()
+        ids, places = (self.sizes.padded(x)[None].long() for x in (input_ids, positions))
+        return self.compiled.run_body(ids, places, self.context)[0, : input_ids.shape[0]]
 
     def compute_logits(self, hidden_states: Tensor, *args: Any) -> Tensor:
         """``[N, C]`` to fp32 logits ``[N, V]``."""
-        return self.compiled.logits(hidden_states[None])
+        return self.compiled.logits(self.sizes.padded(hidden_states)[None])[: hidden_states.shape[0]]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill the store from a bf16 checkpoint."""
@@ -81,6 +85,13 @@ class PrecGraphForCausalLM(nn.Module):
             # Checkpoints of some families (experts one by one) are put together by transformers' own mapping.
             store.load(load_model(self.checkpoint).state_dict().items())
         return set()
+
+    def load_random_weights(self, seed: int) -> None:
+        """Fill the store as ``load_format="dummy"`` asks: weights that make finite numbers, quantised by the recipe."""
+        store = self.compiled.store
+        assert isinstance(store, RolloutStore)
+        generator = torch.Generator(store.device).manual_seed(seed)
+        store.load((path, _random(path, master, store.device, generator)) for path, master in store.wanted())
 
     # -------------------------------------------------------------------- what precgraph calls
     @property
@@ -98,6 +109,14 @@ class PrecGraphForCausalLM(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """The tensors that the program reads, by the names under which they travel."""
         return wire(self.compiled.store, self.compiled.runner.program)
+
+
+def _random(path: str, like: Tensor, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Matrices as models are initialised (standard deviation 0.02), norms of one, biases of zero."""
+    made = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if made.dim() > 1:
+        return made.normal_(0, 0.02, generator=generator)
+    return made.fill_(0.0 if path.endswith("bias") else 1.0)
 
 
 def _own_config(hf_config: Any) -> Any:
@@ -119,7 +138,12 @@ def _attention(spec: ops.AttentionSpec, vllm_config: Any, prefix: str) -> nn.Mod
     """vLLM's layer for one attention node: it owns the node's part of the cache."""
     from vllm.model_executor.layers.attention import Attention
 
-    backend, _ = _attention_of(torch.device(vllm_config.device_config.device))
+    device = torch.device(vllm_config.device_config.device)
+    backend, _ = _attention_of(device)
+    if device.type == "cuda":
+        from precgraph.runtime.vllm.attention_gpu import require_exact
+
+        require_exact(spec)
     layer: Any = Attention(
         spec.heads, spec.head_dim, spec.scale, num_kv_heads=spec.kv_heads, cache_config=vllm_config.cache_config,
         logits_soft_cap=spec.softcap or None, per_layer_sliding_window=spec.window or None,

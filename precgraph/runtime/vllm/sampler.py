@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from precgraph.errors import InputError
-from precgraph.runtime.logprobs import logprobs_from_logits
-from precgraph.runtime.sampling import MAX_SEED, Sampled, SamplingParams, sample
+from precgraph.runtime.logprobs import chosen_logprobs
+from precgraph.runtime.sampling import MAX_SEED, Rows, Sampled, SamplingParams, sample
 from precgraph.runtime.vllm.params import of_vllm, own_args
 
 
@@ -38,8 +38,21 @@ class _Request:
         return self.uniforms[index]
 
 
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Requests in the order of their rows; most steps have those of the step before."""
+
+    names: list[str]
+    states: list[_Request]
+    rows: Rows
+    recorded: list[int]  # rows whose kept mass was asked for
+
+
 class ExactSampler(nn.Module):
-    """Stands where vLLM's own sampler stood; ``inner`` keeps serving what is no request (measuring memory)."""
+    """Stands where vLLM's own sampler stood; ``inner`` keeps serving what is no request (measuring memory).
+
+    On a GPU nothing here waits for the device, so that vLLM may schedule the next step meanwhile.
+    """
 
     def __init__(self, inner: nn.Module, runner: Any, seed: int) -> None:
         super().__init__()
@@ -48,7 +61,8 @@ class ExactSampler(nn.Module):
         self._runner = [runner]  # not a submodule
         self._seeds = random.Random(seed)
         self._requests: dict[str, _Request] = {}
-        self._kept_mass: dict[str, dict[int, float]] = {}
+        self._batch: _Batch | None = None
+        self._kept_mass: list[tuple[list[tuple[str, int, int]], Tensor]] = []  # record, token's index, entry
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> SamplerOutput:
         """Draw one token for each row of ``logits [N, V]``, the rows being the runner's requests in order."""
@@ -59,23 +73,46 @@ class ExactSampler(nn.Module):
         _require_plain(sampling_metadata)
         if len(names) != logits.shape[0]:
             raise InputError(f"{logits.shape[0]} rows of logits for {len(names)} requests: is speculative decoding on?")
-        states = [self._state(name, runner) for name in names]
+        batch = self._batch_of(names, runner, logits.device)
+        # With asynchronous scheduling the tokens are not known yet, but counted.
         indices = [len(runner.requests[name].output_token_ids) for name in names]
-        uniforms = [state.uniform(i) for state, i in zip(states, indices, strict=True)]
-        params = [state.params for state in states]
-        drawn = sample(logits.float(), params, uniforms)
-        self._record(states, indices, drawn)
+        uniforms = [state.uniform(i) for state, i in zip(batch.states, indices, strict=True)]
+        drawn = sample(logits.float(), batch.rows, uniforms)
+        self._record(batch, indices, drawn)
         # Only reached through a request's own seed; the runner would rewind these, which CPU generators cannot do.
         sampling_metadata.generators.clear()
         count = sampling_metadata.max_num_logprobs
         return SamplerOutput(
             sampled_token_ids=drawn.ids.to(torch.int32)[:, None],
-            logprobs_tensors=None if count is None else _logprobs(logits, drawn, params, count),
+            logprobs_tensors=None if count is None else _logprobs(logits, drawn, batch.rows, count),
         )
 
+    def warm_up(self, logits: Tensor) -> None:
+        """Compile what a draw needs; ``logits [N, V]`` are anybody's."""
+        params = [SamplingParams(), SamplingParams(top_p=0.5)][: logits.shape[0]]
+        rows = Rows.of(params, logits.device)
+        _logprobs(logits[:2], sample(logits[:2].float(), rows, [0.5] * len(params)), rows, 1)
+
     def take_kept_mass(self, records: list[str]) -> dict[str, dict[int, float]]:
-        """The kept mass of finished requests that had asked to be recorded, by the token's index; and forget it."""
-        return {name: self._kept_mass.pop(name, {}) for name in records}
+        """The kept mass of finished requests that had asked to be recorded, by the token's index.
+
+        All that was recorded is forgotten: it is asked for when no request is left.
+        """
+        wanted: dict[str, dict[int, float]] = {name: {} for name in records}
+        for places, kept in self._kept_mass:
+            masses = kept.tolist()
+            for record, index, entry in places:
+                if record in wanted:  # a prefill that is not finished draws too; the token that counts comes last
+                    wanted[record][index] = masses[entry]
+        self._kept_mass.clear()
+        return wanted
+
+    def _batch_of(self, names: list[str], runner: Any, device: torch.device) -> _Batch:
+        if self._batch is None or self._batch.names != names:
+            states = [self._state(name, runner) for name in names]
+            recorded = [i for i, s in enumerate(states) if s.record is not None and s.params.truncated]
+            self._batch = _Batch(names, states, Rows.of([s.params for s in states], device), recorded)
+        return self._batch
 
     def _state(self, name: str, runner: Any) -> _Request:
         state = self._requests.get(name)
@@ -89,24 +126,21 @@ class ExactSampler(nn.Module):
                 del self._requests[gone]
         return state
 
-    def _record(self, states: list[_Request], indices: list[int], drawn: Sampled) -> None:
-        rows = [i for i, s in enumerate(states) if s.record is not None and s.params.truncated]
-        if rows:
-            kept = drawn.kept_mass.tolist()
-            for row in rows:  # a prefill that is not finished draws too; the token that counts comes last
-                self._kept_mass.setdefault(str(states[row].record), {})[indices[row]] = kept[row]
+    def _record(self, batch: _Batch, indices: list[int], drawn: Sampled) -> None:
+        if batch.recorded:
+            places = [(str(batch.states[row].record), indices[row], row) for row in batch.recorded]
+            self._kept_mass.append((places, drawn.kept_mass))
 
 
-def _logprobs(logits: Tensor, drawn: Sampled, params: list[SamplingParams], count: int) -> LogprobsTensors:
+def _logprobs(logits: Tensor, drawn: Sampled, rows: Rows, count: int) -> LogprobsTensors:
     """The drawn token's log-probability, then those of the ``count`` likeliest, and the drawn one's rank from 1."""
-    temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=logits.device)
-    likeliest = logits.topk(count, dim=-1).indices
-    others = [logprobs_from_logits(logits, ids, temperature) for ids in likeliest.unbind(1)]
-    ranks = (logits >= logits.gather(1, drawn.ids[:, None])).sum(1)
+    ids = drawn.ids[:, None]
+    likeliest = logits.topk(count, dim=-1).indices if count else ids[:, :0]
+    others = [chosen_logprobs(logits, column, rows.temperature) for column in likeliest.unbind(1)]
     return LogprobsTensors(
-        logprob_token_ids=torch.cat((drawn.ids[:, None], likeliest), 1).to(torch.int32),
+        logprob_token_ids=torch.cat((ids, likeliest), 1).to(torch.int32),
         logprobs=torch.stack((drawn.logprobs, *others), 1),
-        selected_token_ranks=ranks,
+        selected_token_ranks=(logits >= logits.gather(1, ids)).sum(1),
     )
 
 

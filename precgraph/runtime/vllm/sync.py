@@ -86,10 +86,22 @@ def describe(tensors: Mapping[str, Tensor], version: int, digest: str) -> Manife
 
 
 def entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+    sums = _fingerprints(tensors)
     return {
-        name: Entry(str(t.dtype).removeprefix("torch."), tuple(t.shape), fingerprint(t))
+        name: Entry(str(t.dtype).removeprefix("torch."), tuple(t.shape), sums[name])
         for name, t in sorted(tensors.items())
     }  # fmt: skip
+
+
+def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The fingerprint of each tensor, with one wait a device."""
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        by_device.setdefault(tensor.device, {})[name] = _weighted_sum(tensor)
+    found: dict[str, int] = {}
+    for sums in by_device.values():
+        found |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+    return {name: value % (1 << 64) for name, value in found.items()}
 
 
 def checksum(tensors: Mapping[str, Entry]) -> str:
@@ -104,19 +116,22 @@ def fingerprint(x: Tensor) -> int:
     ``sum (w_i ^ (w_i >> 29)) * (2 i + 1)`` modulo 2**64. It notices truncation, bit errors and exchanged blocks; it is
     no defence against malice.
     """
-    if not x.numel():
-        return 0
+    return int(_weighted_sum(x)) % (1 << 64)
+
+
+def _weighted_sum(x: Tensor) -> Tensor:
+    """The sum as a signed word, on the tensor's device."""
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     if raw.numel() % 8:
         raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
     elif raw.storage_offset() % 8:
         raw = raw.clone()
-    total = 0
-    for start, words in enumerate(raw.view(torch.int64).split(_CHUNK)):
+    for start, words in enumerate(raw.view(torch.int64).split(_CHUNK) if raw.numel() else ()):
         first = 2 * start * _CHUNK + 1
         odd = torch.arange(first, first + 2 * words.numel(), 2, dtype=torch.int64, device=raw.device)
-        total += int(((words ^ (words >> 29)) * odd).sum())
-    return total % (1 << 64)
+        total += ((words ^ (words >> 29)) * odd).sum()
+    return total
 
 
 # --------------------------------------------------------------------------------------- the trainer's side

@@ -58,6 +58,10 @@ class RolloutStore(WeightStore):
         if self.invalid is not None:
             raise StaleWeightsError(self.invalid, remedy="sync the weights, then generate")
 
+    def wanted(self) -> Iterator[tuple[str, Tensor]]:
+        """Path of every parameter, and a tensor of its dtype and shape."""
+        return ((path, self.masters[path]) for path in sorted(self.parameters))
+
     # ------------------------------------------------------------------------------- checkpoints
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -6,13 +6,15 @@ The calls return plain data, errors included: vLLM turns an exception of a worke
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 import precgraph.errors
 from precgraph.errors import InputError, PrecGraphError, SyncError, UnsupportedModelError
+from precgraph.runtime.vllm import dummy  # noqa: F401 - registers its loader
 from precgraph.runtime.vllm.config import options_of
 from precgraph.runtime.vllm.model import PrecGraphForCausalLM
 from precgraph.runtime.vllm.sampler import ExactSampler
@@ -20,6 +22,8 @@ from precgraph.runtime.vllm.sync import Manifest, Receiver, checksum, entries, r
 from precgraph.runtime.vllm.weights import RolloutStore
 
 Reply = dict[str, Any]
+
+_log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
 
 
 def replies(call: Callable[..., Any]) -> Callable[..., Reply]:
@@ -60,6 +64,24 @@ class ExactWorker:
         seed = self.vllm_config.model_config.seed or 0
         self.model_runner.sampler = ExactSampler(self.model_runner.sampler, self.model_runner, seed)
 
+    def compile_or_warm_up_model(self) -> Any:
+        sizes = self._model().sizes.steps
+        if sizes:
+            _log.info("precgraph: compiling GEMM kernels for %d sizes of a step; minutes if none is cached", len(sizes))
+            self._warm_up(sizes)
+        return super().compile_or_warm_up_model()  # type: ignore[misc]
+
+    @torch.inference_mode()
+    def _warm_up(self, sizes: Sequence[int]) -> None:
+        """Run the program once at each size, before graphs are captured and requests arrive."""
+        model, scheduler = self._model(), self.vllm_config.scheduler_config
+        for size in sorted(sizes, reverse=True):
+            if size <= scheduler.max_num_batched_tokens:
+                hidden = self.model_runner._dummy_run(size, skip_eplb=True)[0]
+            if size <= model.sizes.fit(scheduler.max_num_seqs):
+                logits = model.compute_logits(hidden[:1].expand(size, -1).contiguous())
+        self.model_runner.sampler.warm_up(logits)
+
     def sleep(self, level: int = 1) -> None:
         if level > 1:
             store = self._model().compiled.store
@@ -79,6 +101,11 @@ class ExactWorker:
             "version": store.version,
             "checksum": None if getattr(store, "invalid", None) else checksum(entries(model.weights())),
         }
+
+    @replies
+    def precgraph_complete(self) -> bool:
+        """Whether the weights may be served; unlike :meth:`precgraph_state` it reads none of them."""
+        return getattr(self._model().compiled.store, "invalid", None) is None
 
     @replies
     def precgraph_begin(self, manifest: dict[str, Any]) -> None:

@@ -1,0 +1,266 @@
+"""Rollout throughput at Qwen3-8B's shapes (random weights): precgraph's exact FP8 in vLLM against stock vLLM.
+
+``python -m benchmarks.gpu.rollout [--engines ours bf16 fp8] [--requests 64 256 512 16] [--output-len 1024]
+[--layers 36] [--logs DIR]`` prints output tokens/s of the whole run, the second one after a warm-up at the same size,
+with time to first token, memory and start-up. ``bf16`` and ``fp8`` are vLLM as it comes (torch.compile, all CUDA
+graphs, its own choice of runner and attention, ``quantization="fp8_per_block"``); all engines run in a process of their
+own with asynchronous scheduling, and report the sampled tokens' log-probabilities. ``kernels`` compiles DeepGEMM's
+kernels in parallel before; ``sync`` and ``ipc`` time weight updates in one process and between two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from benchmarks.common.engines import folder_of, keep, parts, qwen3_8b, random_model, report, smollm2
+from benchmarks.common.results import Result
+
+ENGINES = ("kernels", "ours", "bf16", "fp8", "sync", "ipc")
+NAMES = {"ours": "precgraph exact FP8", "bf16": "vLLM BF16", "fp8": "vLLM fp8_per_block"}
+UNITS = {"tokens/s": "1/s", "ttft_s": "s", "start_s": "s", "weights_gib": "GiB", "cache_tokens": "1", "sync_ms": "ms",
+         "growth_mib": "MiB", "compile_s": "s"}  # fmt: skip
+COMPILERS = 12  # processes that compile kernels at once
+SYNCS = 50
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--requests", nargs="+", type=int, default=[64, 256, 512, 16])
+    parser.add_argument("--input-len", type=int, default=512)
+    parser.add_argument("--output-len", type=int, default=1024)
+    parser.add_argument("--warmup-len", type=int, default=16, help="new tokens of the run that warms up")
+    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--limit", type=float, default=900, help="seconds that one engine may take")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/precgraph-benchmarks/logs"))
+    parser.add_argument("--results", help="another file than benchmarks/results.csv")
+    parser.add_argument("--commit", help="the commit, where the tree has no history")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# ------------------------------------------------------------------------------------------ driver
+
+
+def main() -> None:
+    options = arguments()
+    if options.part:
+        PARTS[options.part](options)
+        return
+    if options.commit:
+        os.environ["BENCHMARK_COMMIT"] = options.commit
+    options.logs.mkdir(parents=True, exist_ok=True)
+    speeds: dict[tuple[str, int], float] = {}
+    for engine in options.engines:
+        begun = time.monotonic()
+        passed = [a for a in sys.argv[1:] if a != "--"]
+        print(f"== {engine}", flush=True)
+        for found in parts(
+            "benchmarks.gpu.rollout", [*passed, "--part", engine], name=f"rollout-{engine}", logs=options.logs,
+            limit=options.limit,
+        ):  # fmt: skip
+            show(engine, found, options, speeds)
+        print(f"   {time.monotonic() - begun:.0f} s in all", flush=True)
+    for requests in options.requests:
+        line = [f"{name} {speeds[name, requests]:.0f}" for name in NAMES if (name, requests) in speeds]
+        for other in ("bf16", "fp8"):
+            if ("ours", requests) in speeds and (other, requests) in speeds:
+                line.append(f"ours / {other} {speeds['ours', requests] / speeds[other, requests]:.3f}")
+        print(f"{requests:4d} requests: {', '.join(line)}", flush=True)
+
+
+def show(engine: str, found: dict[str, Any], options: argparse.Namespace, speeds: dict[tuple[str, int], float]) -> None:
+    """Print what a part reports, and keep its numbers."""
+    if "problem" in found:
+        print(f"   PROBLEM: {found['problem']}", flush=True)
+        return
+    print(
+        "   " + "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()), flush=True
+    )
+    shape = f"Qwen3-8B shapes, {options.layers} layers"
+    if "requests" in found:
+        shape += f", {found['requests']} x ({options.input_len} + {options.output_len})"
+        speeds[engine, found["requests"]] = found["tokens/s"]
+    name = NAMES.get(engine, engine)
+    rows = [Result(shape, f"{name}, {k}", float(found[k]), unit) for k, unit in UNITS.items() if k in found]
+    keep("rollout", rows, options.results)
+
+
+# ------------------------------------------------------------------------------------------- parts
+
+
+def throughput(engine: str, options: argparse.Namespace) -> None:
+    begun = time.monotonic()
+    llm = start(engine, options)
+    report(start_s=time.monotonic() - begun, weights_gib=weights_gib(llm), cache_tokens=cache_tokens(llm))
+    for requests in options.requests:
+        run(llm, options, requests, options.warmup_len)
+        report(requests=requests, **run(llm, options, requests, options.output_len))
+
+
+def start(engine: str, options: argparse.Namespace) -> Any:
+    """The engine, with the same limits for all."""
+    folder = folder_of(qwen3_8b(options.layers), f"qwen3-{options.layers}")
+    limits: dict[str, Any] = {
+        "load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92,
+        "max_num_batched_tokens": 8192, "max_num_seqs": max(options.requests),
+        "max_model_len": options.input_len + options.output_len + 16,
+        "enable_prefix_caching": False, "disable_log_stats": False,
+    }  # fmt: skip
+    if engine == "ours":
+        from precgraph.vllm import LLM
+
+        return LLM(folder, **limits).engine
+    import vllm
+
+    return vllm.LLM(folder, dtype="bfloat16", quantization={"fp8": "fp8_per_block"}.get(engine), **limits)
+
+
+def run(llm: Any, options: argparse.Namespace, requests: int, output: int) -> dict[str, float]:
+    """All requests at once; tokens per second from the first submission to the last token."""
+    from vllm import SamplingParams
+
+    rng = random.Random(requests + output)
+    prompts = [
+        {"prompt_token_ids": [rng.randrange(1000, 150000) for _ in range(options.input_len)]} for _ in range(requests)
+    ]
+    params = SamplingParams(max_tokens=output, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
+    begun = time.monotonic()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.monotonic() - begun
+    made = sum(len(o.outputs[0].token_ids) for o in outputs)
+    assert made == requests * output
+    first = [o.metrics.first_token_latency for o in outputs if o.metrics is not None]
+    found = {"tokens/s": made / seconds, "seconds": seconds}
+    return found | ({"ttft_s": statistics.median(first)} if first else {})
+
+
+def weights_gib(llm: Any) -> float:
+    return float(llm.collective_rpc(_model_memory)[0]) / 2**30
+
+
+def _model_memory(worker: Any) -> float:
+    return float(worker.model_runner.model_memory_usage)
+
+
+def cache_tokens(llm: Any) -> int:
+    cache = llm.llm_engine.vllm_config.cache_config
+    return int((cache.num_gpu_blocks or 0) * cache.block_size)
+
+
+def kernels(options: argparse.Namespace) -> None:
+    """Compile the kernels of every size of a step, in processes that share DeepGEMM's cache on disk."""
+    begun = time.monotonic()
+    sizes = warm_sizes(max(options.requests))
+    shares = [sizes[i::COMPILERS] for i in range(COMPILERS)]
+    command = [sys.executable, "-m", "benchmarks.gpu.rollout", "--part", "compile", "--requests"]
+    running = [subprocess.Popen([*command, *map(str, share)]) for share in shares if share]
+    failed = [p.args for p in running if p.wait()]
+    if failed:
+        raise SystemExit(f"could not compile: {failed}")
+    report(sizes=len(sizes), compile_s=time.monotonic() - begun)
+
+
+def warm_sizes(requests: int) -> list[int]:
+    """What the engine pads its steps to, with vLLM's default capture sizes, and a trainer's batch of long sequences."""
+    from precgraph.runtime.vllm.sizes import sizes_of
+
+    largest = min(2 * requests, 512)
+    captured = [s for s in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if s <= largest]
+    made = sizes_of(
+        SimpleNamespace(
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=requests),
+        )
+    )
+    return [*made.steps, 12288]
+
+
+def compile_share(options: argparse.Namespace) -> None:
+    """One layer and the head of both models' rollout programs, forward, at each of ``--requests`` rows."""
+    import torch
+
+    import precgraph
+    from precgraph.runtime.contexts import PackedContext
+
+    for config in (qwen3_8b(1), smollm2(1)):
+        rollout = precgraph.compile(random_model(config), "infer").precgraph
+        with torch.inference_mode():
+            for rows in options.requests:
+                ids = torch.zeros(1, rows, dtype=torch.int64, device="cuda")
+                hidden = rollout.hidden(ids, torch.arange(rows, device="cuda")[None], PackedContext((0, rows)))
+                if rows <= 512:
+                    rollout.logits(hidden)
+            torch.cuda.synchronize()
+
+
+def sync(options: argparse.Namespace) -> None:
+    """The trainer's store is the engine's: an update is the quantisation of all weights, in place."""
+    import precgraph
+
+    actor = precgraph.compile(random_model(qwen3_8b(options.layers)), "train")
+    llm = small_engine(options, actor=actor)
+    report(route="same process", **updates(actor, lambda: (actor.sync(), llm.sync())))
+    llm.shutdown()
+
+
+def ipc(options: argparse.Namespace) -> None:
+    """The engine in another process on the same GPU: it maps the trainer's memory, checks it and copies it."""
+    import precgraph
+
+    llm = small_engine(options, load_format="dummy")
+    actor = precgraph.compile(random_model(qwen3_8b(options.layers)), "train")
+    report(route="CUDA IPC", **updates(actor, lambda: (actor.sync(), llm.sync(actor, route="ipc"))))
+    assert llm.state()["version"] == actor.precgraph.store.version
+    llm.shutdown()
+
+
+def small_engine(options: argparse.Namespace, **more: Any) -> Any:
+    from precgraph.vllm import LLM
+
+    return LLM(
+        folder_of(qwen3_8b(options.layers), f"qwen3-{options.layers}"), skip_tokenizer_init=True, max_model_len=2048,
+        max_num_seqs=16, max_num_batched_tokens=2048, kv_cache_memory_bytes=1 << 32, gpu_memory_utilization=0.3,
+        enforce_eager=True, **more,
+    )  # fmt: skip
+
+
+def updates(actor: Any, update: Any) -> dict[str, float]:
+    """Median time of an update after an optimiser step, and what the card holds more after many."""
+    import torch
+
+    def timed() -> float:
+        with torch.no_grad():
+            for p in actor.parameters():
+                p.add_(0)  # another version of the same values
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        update()
+        torch.cuda.synchronize()
+        return 1000 * (time.perf_counter() - begun)
+
+    timed()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    times = [timed() for _ in range(SYNCS)]
+    torch.cuda.empty_cache()
+    growth = (free - torch.cuda.mem_get_info()[0]) / 2**20
+    return {"syncs": SYNCS, "sync_ms": statistics.median(times), "slowest_ms": max(times), "growth_mib": growth}
+
+
+PARTS = {
+    "kernels": kernels, "compile": compile_share, "sync": sync, "ipc": ipc,
+    **{engine: (lambda options, engine=engine: throughput(engine, options)) for engine in NAMES},
+}  # fmt: skip
+
+if __name__ == "__main__":
+    main()

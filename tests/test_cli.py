@@ -24,6 +24,7 @@ from precgraph.cli import app
 from precgraph.cli.model import trace_model
 from precgraph.cli.show import _pass_names
 from precgraph.lowering import lower as lowering
+from precgraph.report import load
 from tests.families import CAUSAL_LMS, config, meta_lm
 from tests.test_loading import BAD_CONFIGS
 
@@ -176,10 +177,11 @@ def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
     result = run("check", llama, "--train", "bf16", "--json", target)
     assert result.exit_code == 1
     assert "inconsistent" in result.stdout  # people still get their table
-    data = json.loads(target.read_text())
+    data = load(target)  # fits the schema
     assert list(data) == [
-        "schema", "model", "family", "level", "backend", "device", "recipes", "stacks", "digests", "compared", "ok",
-        "violations", "not_proved", "notes",
+        "schema", "tool", "level", "model", "sides", "family", "backend", "device", "recipes", "stacks", "digests",
+        "compared", "parts", "subject", "ok", "exit_code", "violations", "suppressed", "known", "fixed", "not_proved",
+        "notes", "rows",
     ]  # fmt: skip
     assert data["schema"] == 1
     assert data["family"] == "LlamaForCausalLM"
@@ -190,7 +192,7 @@ def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
     assert data["compared"]["kernels"]["reference.linear.fp8_exact_groups"] == 14
     assert set(data["violations"][0]) == {
         "code", "module", "node", "op", "attributes", "train", "infer", "message", "remedy", "inherited",
-        "codes",
+        "codes", "fingerprint",
     }  # fmt: skip
 
 

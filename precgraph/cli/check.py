@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +16,7 @@ from precgraph.cli.model import MODEL, SIDE_HELP, trace_model
 from precgraph.errors import InputError
 
 if TYPE_CHECKING:
+    from precgraph.fix import Plan
     from precgraph.graph import PrecisionGraph
     from precgraph.verify import Report
 
@@ -38,8 +41,9 @@ def check(
         str,
         typer.Option(
             help="graph: compare the programs; no weights are read. weights: compare the bytes of the FP8 checkpoint "
-            "--infer with what --train makes of the masters MODEL. numerics: run both on probe tokens and find the nodes that make "
-            "other bits; --infer may be a capture (.safetensors). env: compare two records of `precgraph env`."
+            "--infer with what --train makes of the masters MODEL. numerics: run both on probe tokens and find the "
+            "nodes that make other bits; --infer may be a capture (.safetensors). env: compare two "
+            "records of `precgraph env`."
         ),
     ] = "graph",
     tokens: Annotated[int, typer.Option(metavar="N", help="Level numerics: how many random probe tokens.")] = 64,
@@ -59,13 +63,17 @@ def check(
     github: results.GitHub = False,
     suppressions: results.Suppressions = None,
     baseline: results.Baseline = None,
+    fix: results.Fix = False,
+    diff: results.Diff = False,
 ) -> None:
     """Prove that the rollout's program is inside the training forward, or list every root cause why it is not.
 
     Exit code 0: consistent; 1: inconsistent; 2: could not check.
     """
     choose("--level", level, LEVELS)
-    output = results.Output(json_to, html, sarif, junit, github, suppressions, baseline)
+    if (fix or diff) and level not in ("graph", "weights"):
+        raise InputError(f"--fix and --diff know nothing of level {level}", remedy="leave them out")
+    output = results.Output(json_to, html, sarif, junit, github, suppressions, baseline, fix, diff)
     if level == "env":
         from precgraph.cli.env import check_machines
 
@@ -81,6 +89,14 @@ def check(
         from precgraph.cli.weights import check_bytes
 
         raise typer.Exit(check_bytes(model, train, infer, output))
+    report, context, plan = _graphs(model, train, infer, backend)
+    if output.mend(plan):
+        report, context, _ = _graphs(model, train, infer, backend)
+    raise typer.Exit(output.conclude(report, context))
+
+
+def _graphs(model: str, train: str, infer: str, backend: str) -> tuple[Report, dict[str, Any], Callable[[], Plan]]:
+    """The report of level graph, what its document says besides, and what could mend it."""
     with progress() as step:
         step("reading the recipes")
         from precgraph.stacks.pair import explain, linear_modules, parse, resolve
@@ -103,7 +119,7 @@ def check(
         step("comparing")
         report = explain(compare(train_graph, infer_graph), *sides)
         context = {
-            "level": level,
+            "level": "graph",
             "model": model,
             "sides": {"train": train, "infer": infer},
             "family": traced.graph.family,
@@ -115,7 +131,13 @@ def check(
             "compared": _compared(report, infer_graph),
             "parts": drawn_parts(train_graph, infer_graph, report),
         }
-    raise typer.Exit(output.conclude(report, context))
+
+    def plan() -> Plan:
+        from precgraph.fix import plan_graph
+
+        return plan_graph(report, sides, layers or linear_modules(traced.graph), os.environ, Path())
+
+    return report, context, plan
 
 
 def _compared(report: Report, infer: PrecisionGraph) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +13,9 @@ from precgraph.cli.console import console, write_file, write_json
 from precgraph.errors import InputError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
+    from precgraph.fix import Plan
     from precgraph.verify import Report
 
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for -.")]
@@ -32,6 +34,14 @@ Suppressions = Annotated[
 Baseline = Annotated[
     Path | None, typer.Option("--baseline", metavar="FILE", help="An earlier --json: only what it lacks fails.")
 ]
+Fix = Annotated[
+    bool,
+    typer.Option(
+        "--fix",
+        help="Edit the recipe file or skip list, or write precgraph.env, where that is safe; then check again.",
+    ),
+]
+Diff = Annotated[bool, typer.Option("--diff", help="Show what --fix would change, and change nothing.")]
 
 
 @dataclass(frozen=True)
@@ -81,13 +91,42 @@ class Output:
         github: bool = False,
         suppressions: Path | None = None,
         baseline: Path | None = None,
+        fix: bool = False,
+        diff: bool = False,
     ) -> None:
         from precgraph.report import load, suppress
 
+        if diff and json_to == "-":
+            raise InputError("--json - and --diff both want stdout", remedy="write the JSON to a file")
+        self.fix, self.diff = fix, diff
         self.formats = Formats(json_to, html, sarif, junit, github)
         path = suppressions or suppress.find(Path())
         self.suppressions = suppress.read(path) if path else ()
         self.baseline = load(baseline) if baseline else None
+
+    def mend(self, plan: Callable[[], Plan]) -> bool:
+        """Show (``--diff``) or carry out (``--fix``) a plan; whether a file was changed, so that a check is due again.
+
+        What was done, and what is left to do by hand, goes to stderr.
+        """
+        if not (self.fix or self.diff):
+            return False
+        made = plan()
+        if self.diff:
+            typer.echo(made.diff(), nl=False)
+        else:
+            made.apply()
+            for change in made.changes:
+                typer.echo(f"fixed {change.words}", err=True)
+        for words in made.by_hand:
+            typer.echo(f"by hand: {words}", err=True)
+        return bool(made.changes) and not self.diff
+
+    def as_it_is(self) -> Output:
+        """The same output, without mending anything."""
+        other = copy(self)
+        other.fix = other.diff = False
+        return other
 
     def document(self, report: Report, context: Mapping[str, Any]) -> dict[str, Any]:
         """The document of a report; ``context`` has "level", "compared" and what else belongs to the level."""

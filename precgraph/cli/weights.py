@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from precgraph.cli.console import progress
 from precgraph.cli.results import Output
+
+if TYPE_CHECKING:
+    from precgraph.fix import Plan
 
 
 def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
@@ -36,4 +40,12 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
         "recipe": recipe.to_dict(),
         "compared": {"tensors": report.compared, "quantized": len(theirs.weights), "bytes": theirs.nbytes},
     }
+
+    def plan() -> Plan:
+        from precgraph.fix import plan_weights
+
+        return plan_weights(report, theirs, selection)
+
+    if output.mend(plan):
+        return check_bytes(masters, train, infer, output.as_it_is())
     return output.conclude(report, context)

@@ -89,12 +89,12 @@ class _Check:
     def _skip_list(self, name: str) -> list[Finding]:
         """Whether a loader that follows modules_to_not_convert reads this weight as it is stored."""
         module = name.removesuffix(".weight")
-        linear = name in self.selection.quantized or module in self.selection.kept
+        linear = name in self.selection.quantized or self.selection.keeps(module)
         if not linear or name == module:
             return []
         skip = self.stored.quantization.skip
         quantized = self.stored.entries[name].dtype in CODES
-        hit = next((s for s in skip if _skips(s, module)), None)
+        hit = next((s for s in skip if skips(s, module)), None)
         if quantized and hit is not None:
             words = f"stock loaders match {hit!r} with this FP8 weight and read it as plain"
             return [self._finding("skip list", name, "not listed", hit, words)]
@@ -125,12 +125,12 @@ class _Check:
         return self._quantized(name)
 
     def _plain(self, name: str) -> list[Finding]:
-        dtype = self.selection.dtypes[name]
-        stored = self.stored.read(name)
+        stored, master = self.stored.read(name), self.masters.read(name)
+        dtype = self.selection.dtypes.get(name, master.dtype)
         if stored.dtype != dtype:
             words = [str(d).removeprefix("torch.") for d in (dtype, stored.dtype)]
             return [self._finding("stored dtype", name, words[0], words[1], "the tensor is stored in another dtype")]
-        master = self.masters.read(name).to(dtype)
+        master = master.to(dtype)
         if torch.equal(_raw(master), _raw(stored)):
             return []
         off = int((_raw(master) != _raw(stored)).sum())
@@ -199,7 +199,7 @@ def _made(master: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     return as_bytes(codes), scales
 
 
-def _skips(entry: str, module: str) -> bool:
+def skips(entry: str, module: str) -> bool:
     """As transformers matches skip lists: the entry at the start or at the end of the path, ``*`` and ``.*`` being any.
 
     (It takes entries for regular expressions; one that comes from a file is not run here.)

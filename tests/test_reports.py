@@ -1,0 +1,372 @@
+"""The document of a check, its schema, and the formats that are made from it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator, ValidationError
+from typer.testing import CliRunner, Result
+
+from precgraph.cli import app
+from precgraph.errors import CheckError, InputError
+from precgraph.report import build, github, html, junit, load, sarif, schema, verdict
+from precgraph.report.html import recipe_rows
+from precgraph.report.layout import layout
+from precgraph.report.suppress import Suppression
+from precgraph.verify.report import Report
+from precgraph.verify.rules import RULES
+from precgraph.verify.why import WHY
+from tests.reports import HOSTILE, document, finding, graph_context, hostile_document
+
+ROOT = Path(__file__).parents[1]
+SUPPRESSED = Suppression("PG105", "model.layers.0.**", "known in the engine")
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+def valid(data: dict[str, Any]) -> dict[str, Any]:
+    Draft202012Validator(schema()).validate(data)
+    return data
+
+
+def everything() -> dict[str, Any]:
+    """A document with a row in each state."""
+    old = document(finding("compute", "model.norm"), finding("divide", "gone"))
+    return document(
+        finding(), finding("compute", "model.norm"), finding("granularity", "model.layers.1.mlp"),
+        notes=(finding("backward", ""),), not_proved=(finding("row_invariant", ""),),
+        suppressions=(SUPPRESSED,), baseline=old,
+    )  # fmt: skip
+
+
+# -------------------------------------------------------------------------------- document and schema
+
+
+def test_the_schema_is_one_and_every_document_fits_it() -> None:
+    Draft202012Validator.check_schema(schema())
+    assert json.loads(run("schema").stdout) == schema()
+    for data in (document(), document(finding()), everything(), hostile_document()):
+        valid(json.loads(json.dumps(data)))
+    states = [row["state"] for row in everything()["rows"]]
+    assert states == ["violation", "suppressed", "known", "not_proved", "note"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"exit_code": 1}, {"exit_code": 2}, {"ok": False}, {"schema": 2}, {"level": ""}, {"compared": {}},
+        {"rows": None}, {"violations": [{"code": "PG105"}]}, {"recipes": {}}, {"tool": {"name": "other", "version": "1"}},
+    ],
+)  # fmt: skip
+def test_what_does_not_follow_is_refused(change: dict[str, Any]) -> None:
+    data = valid(document())
+    with pytest.raises(ValidationError):
+        valid({**data, **change})
+
+
+def test_a_failing_document_cannot_say_zero() -> None:
+    data = valid(document(finding()))
+    for change in ({"exit_code": 0}, {"ok": True}, {"ok": True, "exit_code": 0}, {"violations": []}):
+        with pytest.raises(ValidationError):
+            valid({**data, **change})
+
+
+@pytest.mark.parametrize("compared", [0, -1])
+def test_nothing_compared_is_no_document(compared: int) -> None:
+    with pytest.raises(CheckError, match="nothing was compared"):
+        build(Report(compared), graph_context())
+
+
+def test_fingerprints_say_what_differs_and_not_where_it_stands() -> None:
+    marks = [f["fingerprint"] for f in document(finding(), finding(node="other"), finding(message="x"))["violations"]]
+    assert marks == [marks[0], f"{marks[0]}.2", f"{marks[0]}.3"]
+    changes = [
+        {"module": "m"}, {"op": "linear"}, {"train": ("2",)}, {"infer": ("2",)}, {"attributes": ("x",)},
+        {"codes": (RULES["amax_floor"].code, RULES["divide"].code)},
+    ]  # fmt: skip
+    others = {document(finding(**c))["violations"][0]["fingerprint"] for c in changes}
+    assert len(others | {marks[0]}) == len(changes) + 1
+
+
+def test_verdicts() -> None:
+    unused = Suppression("PG103", "x", "why")
+    cases = {
+        ("consistent", "inside the training forward"): document(),
+        ("consistent", "but for 1 point that is not proved"): document(not_proved=(finding("row_invariant", ""),)),
+        ("inconsistent", "1 root cause;"): document(finding()),
+        ("inconsistent", "2 root causes; 7 more nodes only"): document(finding(inherited=3), finding(inherited=4)),
+        ("accepted", "1 suppressed, and no other difference"): document(finding(), suppressions=(SUPPRESSED,)),
+        ("accepted", "1 known from the baseline"): document(finding(), baseline=document(finding())),
+        ("consistent", "1 of the baseline is fixed"): document(baseline=document(finding())),
+        ("unclean", "nothing else differs; 1 unused suppression"): document(suppressions=(unused,)),
+        ("inconsistent", "1 unused suppression"): document(finding(), suppressions=(unused,)),
+    }
+    for (word, words), data in cases.items():
+        assert verdict(data)[0] == word
+        assert words in verdict(data)[1]
+        assert data["exit_code"] == (word in ("inconsistent", "unclean"))
+
+
+def test_every_rule_has_what_why_example_and_remedy() -> None:
+    for key, rule in RULES.items():
+        assert rule.words and rule.remedy, key
+        assert WHY[key].why and WHY[key].example, key
+
+
+# ------------------------------------------------------------------------------------------- reading
+
+
+def test_reading_a_report_again_gives_its_exit_code_and_formats(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    for data, code in ((document(), 0), (document(finding()), 1), (everything(), 1)):
+        path.write_text(json.dumps(data))
+        names = {k: tmp_path / f"r.{k}" for k in ("html", "sarif", "junit")}
+        result = run("report", path, *(x for k, p in names.items() for x in (f"--{k}", p)), "--github")
+        assert result.exit_code == code, result.output
+        assert names["html"].read_text() == html.render(data)
+        assert json.loads(names["sarif"].read_text()) == json.loads(json.dumps(sarif.render(data)))
+        assert names["junit"].read_text() == junit.render(data)
+        assert [line for line in result.stdout.splitlines() if line.startswith("::")] == list(github.render(data))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is not valid JSON"), ("{", "is not valid JSON"), ("[" * 100_000, "is not valid JSON"),
+        ('{"schema": NaN}', "NaN is not a JSON number"), ("[]", "is no report of schema 1"),
+        ("{}", "is no report of schema 1"), (json.dumps({**document(), "exit_code": 1}), "at exit_code"),
+        (json.dumps({**document(), "rows": ["x" * 1000]}), "at rows/0"),
+    ],
+)  # fmt: skip
+def test_what_is_no_report_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        load(path)
+    result = run("report", path)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 1 and len(result.stderr) < 500
+
+
+def test_reports_need_no_torch(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(everything()))
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom precgraph.cli import app\n"
+        f"args = ['report', {str(path)!r}, '--html', {str(tmp_path / 'x.html')!r}]\n"
+        "print(CliRunner().invoke(app, args).exit_code, CliRunner().invoke(app, ['schema']).exit_code)\n"
+        "print(sorted({'torch', 'transformers', 'networkx'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.splitlines() == ["1 0", "[]"]
+
+
+# -------------------------------------------------------------------------------------------- github
+
+
+def test_annotations() -> None:
+    lines = list(github.render(document(finding(module="a:b,c"), finding("backward", ""), notes=())))
+    assert (
+        lines[0] == "::error title=precgraph check::inconsistent: 2 root causes; 0 more nodes only inherit a difference"
+    )
+    assert lines[1].startswith("::error title=PG105 amax floor in a%3Ab%2Cc::differs in the least value")
+    assert "%0Aamax_floor: train 1e-10 | infer 0.0001%0Awhat to do: give both" in lines[1]
+    kinds = [line.split(" ")[0] for line in github.render(everything())]
+    assert kinds == ["::error", "::error", "::warning", "::notice", "::warning", "::notice"]
+
+
+def test_no_name_starts_a_command_of_its_own() -> None:
+    lines = list(github.render(hostile_document()))
+    assert len(lines) == 1 + len(HOSTILE)
+    for line in lines:
+        assert "\n" not in line and "\r" not in line
+        title = line.split("::")[1]
+        assert title.startswith("error title=") and ":" not in title and "," not in title
+    # What GitHub reads back is what was meant.
+    body = lines[2].split("::", 2)[2].replace("%0A", "\n").replace("%0D", "\r").replace("%25", "%")
+    assert HOSTILE[1] in body or HOSTILE[0] in body
+
+
+# --------------------------------------------------------------------------------------------- sarif
+
+
+def test_sarif() -> None:
+    log = sarif.render(valid(everything()))
+    assert log["version"] == "2.1.0"
+    (run_,) = log["runs"]
+    rules = run_["tool"]["driver"]["rules"]
+    assert [r["id"] for r in rules] == sorted(r.code.partition(" ")[0] for r in RULES.values())
+    assert all(r["fullDescription"]["text"] and r["help"]["text"] for r in rules)
+    results = {(r["properties"]["state"] if "properties" in r else "fixed"): r for r in run_["results"]}
+    for result in run_["results"]:
+        assert rules[result["ruleIndex"]]["id"] == result["ruleId"]
+        assert (result["kind"] == "fail") == (result["level"] != "none")  # section 3.27.10
+        assert result["message"]["text"]
+    assert results["suppressed"]["suppressions"] == [
+        {"kind": "external", "status": "accepted", "justification": "known in the engine"}
+    ]
+    states = {key: r.get("baselineState") for key, r in results.items()}
+    assert states == {
+        "violation": "new", "suppressed": "new", "known": "unchanged", "fixed": "absent", "not_proved": None,
+        "note": None,
+    }  # fmt: skip
+    assert run_["invocations"][0]["exitCode"] == 1
+    assert "baselineState" not in sarif.render(document(finding()))["runs"][0]["results"][0]
+
+
+def test_sarif_locations() -> None:
+    data = document(finding(), context={"subject": "my models/config.json"})
+    (location,) = sarif.render(data)["runs"][0]["results"][0]["locations"]
+    assert location["physicalLocation"]["artifactLocation"]["uri"] == "my%20models/config.json"
+    assert location["logicalLocations"][0]["fullyQualifiedName"] == "model.layers.0.mlp"
+    uris = [
+        r["locations"][0]["physicalLocation"]["artifactLocation"]["uri"]
+        for r in sarif.render(hostile_document())["runs"][0]["results"]
+    ]
+    assert all("\n" not in uri and " " not in uri for uri in uris)
+
+
+def test_a_code_that_this_version_lacks_is_still_shown() -> None:
+    data = copy.deepcopy(document(finding()))
+    for entry in (*data["violations"], *data["rows"]):
+        entry["code"] = "PG799 later"
+    (result,) = sarif.render(valid(data))["runs"][0]["results"]
+    assert result["ruleId"] == "PG799" and "ruleIndex" not in result
+    assert "PG799 later" in html.render(data)
+    assert "PG7xx" in junit.render(data)
+
+
+# --------------------------------------------------------------------------------------------- junit
+
+
+def test_junit() -> None:
+    root = ET.fromstring(junit.render(everything()))
+    (suite,) = root
+    cases = suite.findall("testcase")
+    assert suite.attrib["tests"] == root.attrib["tests"] == str(len(cases))
+    assert root.attrib["failures"] == "1" and root.attrib["skipped"] == "2"
+    (failure,) = suite.findall("testcase/failure")
+    assert failure.attrib["type"] == "PG101" and "what to do: give both programs one recipe" in str(failure.text)
+    groups = [c.attrib["classname"] for c in cases]
+    assert [g[:22] for g in groups] == [f"precgraph.graph.PG{n}xx "[:22] for n in (0, 1, 1, 2, 3, 4, 5)]
+    empty = ET.fromstring(junit.render(document()))
+    assert empty.attrib["failures"] == "0" and int(empty.attrib["tests"]) == 6
+
+
+def test_junit_of_hostile_names_is_xml_and_keeps_them() -> None:
+    root = ET.fromstring(junit.render(hostile_document()))
+    names = [c.attrib["name"] for c in root.iter("testcase") if c.find("failure") is not None]
+    assert [n.split(" in ", 1)[1] for n in names][:7] == HOSTILE[:7]
+    assert "\x00" not in "".join(names)
+
+
+# ---------------------------------------------------------------------------------------------- html
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    handle_startendtag = handle_starttag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_asks_for_nothing_and_runs_nothing() -> None:
+    page = Page(html.render(hostile_document()))
+    forbidden = {"script", "link", "img", "iframe", "object", "embed", "base", "form", "a", "use", "image"}
+    assert not forbidden & set(page.tags)
+    for name, value in page.attributes:
+        assert not name.startswith("on") and name not in ("src", "href", "xlink:href", "style")
+        assert "url(" not in (value or "")
+    policy = next(v for n, v in page.attributes if n == "content" and v and "default-src" in v)
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def test_the_page_shows_hostile_names_as_text() -> None:
+    page = Page(html.render(hostile_document()))
+    for name in (HOSTILE[0], HOSTILE[3], HOSTILE[4], HOSTILE[5], HOSTILE[6], HOSTILE[8]):
+        assert name in page.text
+    assert page.tags.count("tr") >= len(HOSTILE)
+
+
+def test_the_page_has_everything() -> None:
+    data = everything()
+    data["recipes"] = {"train": {"linear": {"weight": {"amax_floor": 0.0}}, "name": "a"}, "infer": {"name": "b"}}
+    text = " ".join(Page(html.render(data)).text.split())
+    for words in (
+        "inconsistent", "Root causes (1)", "Suppressed (1)", "known in the engine", "Known from the baseline (1)",
+        "Notes: nothing that", "Not proved: what", "Fixed since the baseline (1)", "How to fix it",
+        "PG101 granularity", "Values of one block share a scale.", "Where the recipes differ",
+        "linear.weight.amax_floor",
+        "What runs the rollout",
+    ):  # fmt: skip
+        assert words in text, words
+    assert "Root causes" not in html.render(document())
+
+
+def test_rows_of_recipes() -> None:
+    recipes = {
+        "train": {"name": "a", "linear": {"x": 1, "skip": ["p", "q"]}},
+        "infer": {"name": "b", "linear": {"x": 2}},
+    }
+    assert recipe_rows(recipes) == [("linear.x", "1", "2"), ("linear.skip", "p, q", "")]
+    assert recipe_rows({"train": {"a": 1}, "infer": {"a": 1}}) == []
+
+
+# ------------------------------------------------------------------------------------------- drawing
+
+
+def test_edges_go_down_and_boxes_do_not_overlap() -> None:
+    names = [f"n{i}" for i in range(12)]
+    pairs = "0-5 0-1 1-2 2-3 3-4 4-5 6-4 7-4 0-8 8-9 9-5 10-2 5-11 0-11"
+    edges = [(f"n{a}", f"n{b}") for a, _, b in (pair.partition("-") for pair in pairs.split())]
+    plan = layout(names, edges, (100, 40), (10, 30), 8)
+    assert set(plan.places) == set(names)
+    for a, b in edges:
+        assert plan.places[a][1] + 40 < plan.places[b][1]
+        assert [y for _, y in plan.routes[a, b]] == sorted({y for _, y in plan.routes[a, b]})
+    for i, a in enumerate(names):
+        (x1, y1) = plan.places[a]
+        assert x1 >= 0 and x1 + 100 <= plan.width and y1 + 40 <= plan.height
+        for b in names[i + 1 :]:
+            (x2, y2) = plan.places[b]
+            assert y1 != y2 or abs(x1 - x2) >= 100
+    # n6, n7 and n10 read nothing, so each stands right above what reads it.
+    assert plan.places["n6"][1] == plan.places["n7"][1] == plan.places["n3"][1]
+    assert plan.places["n10"][1] == plan.places["n1"][1]
+
+
+def test_a_chain_is_a_straight_line() -> None:
+    plan = layout(["a", "b", "c"], [("a", "b"), ("b", "c")], (100, 40), (10, 30), 8)
+    assert len({x for x, _ in plan.places.values()}) == 1
+    assert layout([], [], (100, 40), (10, 30), 8).places == {}
+
+
+def test_a_long_edge_does_not_cross_a_box() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    plan = layout(names, [("a", "b"), ("b", "c"), ("c", "d"), ("d", "e"), ("a", "e")], (100, 40), (10, 30), 8)
+    for x, _ in plan.routes["a", "e"][1:-1]:
+        assert all(not left <= x <= left + 100 for left, _ in (plan.places[n] for n in "bcd"))

@@ -1,151 +1,205 @@
-"""Runs of a program that show every value: one segment at a time, so that no more than a layer's values are held."""
+"""Captured values in a file: of a program of ours, or of modules of any engine.
+
+The file is safetensors. ``input_ids`` int64 ``[T]`` are the tokens of one sequence. In another engine's capture every
+other tensor is the output ``[T, features]`` of the module that it is named after (``model.layers.3.mlp``), in the dtype
+in which the engine passes it on. In ours a tensor is the value of a node: ``NAME``, or ``NAME.codes`` and
+``NAME.scales`` of a quantised one, or ``NAME.0``, ``NAME.1`` of one that has parts; the metadata's entry
+``precgraph`` is JSON: the graph, what made it, and hashes of parameters and of quantised weights, which are not stored.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import os
+import shutil
+import struct
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from precgraph.errors import UnsupportedModelError
-from precgraph.formats import QTensor
+from precgraph.errors import InputError, PrecGraphError
+from precgraph.formats import Format, QTensor
 from precgraph.graph import PrecisionGraph
-from precgraph.lowering.program import Observe, PackKey, Program, build_program
-from precgraph.runtime.contexts import PackedContext
-from precgraph.runtime.runner import Runner, require_numerics_state
-from precgraph.runtime.store import WeightStore
-from precgraph.verify.numerics import Comparison, Numerics
+from precgraph.verify.modules import module_outputs
+from precgraph.verify.values import Fingerprint, fingerprint
 
-Step = Callable[[str], None]
+SCHEMA = 1
+IDS = "input_ids"
+SUFFIX = ".safetensors"
+_KEY = "precgraph"
+_DTYPES = {
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
+    torch.int32: "I32", torch.bool: "BOOL", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+}  # fmt: skip
 
 
-class Run:
-    """A lowered program of a causal language model on the tokens ``ids [T]``, one sequence, segment by segment.
+class CaptureWriter:
+    """Writes a program's values as they come, so that none of them has to be kept: data first, the header at the end.
 
-    ``store`` holds the masters; packs are made in it when a segment needs them, and :meth:`release` drops them.
+    ``about`` says what made them (model, recipe, environment). Use as a context manager; a file whose writing broke
+    off is removed. InputError if ``path`` cannot be written.
     """
 
-    def __init__(self, graph: PrecisionGraph, store: WeightStore, ids: Tensor) -> None:
-        if not graph.causal_lm:
-            raise UnsupportedModelError("only causal language models run on probe tokens")
-        self.program: Program = build_program(graph)
-        self.store = store
-        ids = ids.to(store.device)
-        positions = torch.arange(len(ids), device=ids.device)
-        self.live: dict[str, Any] = {
-            "input_ids": ids[None], "position_ids": positions[None], "context": PackedContext((0, len(ids)))
+    def __init__(self, path: str | Path, graph: PrecisionGraph, ids: Tensor, about: Mapping[str, Any]) -> None:
+        self.path = Path(path)
+        self._part = self.path.with_name(self.path.name + ".part")
+        try:
+            self._data = self._part.open("w+b")
+        except OSError as error:
+            raise InputError(f"cannot be written: {error.strerror}", path=str(path)) from None
+        self._entries: dict[str, Any] = {}
+        self._about: dict[str, Any] = {
+            "schema": SCHEMA, "about": dict(about), "graph": graph.to_json(), "digest": graph.digest(),
+            "quantized": {}, "parts": {}, "weights": {}, "parameters": {},
         }  # fmt: skip
+        self._refreshed = {r.name for r in graph.records() if r.precision.phase == "refresh"}
+        self._store(IDS, ids.to(torch.int64))
 
-    @property
-    def graph(self) -> PrecisionGraph:
-        return self.program.graph
+    def __enter__(self) -> CaptureWriter:
+        return self
 
-    @property
-    def segments(self) -> tuple[str, ...]:
-        """Names, in the order in which they run."""
-        return tuple(s.name for s in self.program.segments)
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._data.close()
+            self._part.unlink(missing_ok=True)
 
-    def weights(self, index: int) -> dict[str, tuple[PackKey, Any]]:
-        """The quantised weights that a segment reads, by node: key and pack."""
-        found = self.program.weights(self.program.segments[index])
-        self.store.require(found.values())
-        return {name: (key, self.store.packs[key]) for name, key in found.items()}
+    def parameters(self, hashes: Mapping[str, Fingerprint]) -> None:
+        """Hashes of the parameters, by path."""
+        self._about["parameters"] = {path: h.sha256 for path, h in hashes.items()}
 
-    def segment(self, index: int, observe: Observe, packs: Mapping[str, Any] | None = None) -> None:
-        """Run one segment, after those before it. ``observe`` is shown its quantised weights, then each value, and
-        says what to go on with (weights are only shown); ``packs`` take the place of packs of these keys."""
-        segment = self.program.segments[index]
-        for name, (key, pack) in self.weights(index).items():
-            if key.format is not None:
-                observe(name, quantized(pack, key, self.store.masters[key.path]))
-        block, _ = segment.forward()
-        self.store.require(key for key in self.program.packs if str(key) in block.inputs)
-        require_numerics_state()
-        inputs = {name: self.live[name] for name in (*segment.inputs, "context") if name in self.live}
-        with torch.no_grad(), torch.autocast(self.store.device.type, enabled=False):
-            results, _ = Runner(self.program, self.store).forward(
-                segment, frozenset(), {**inputs, **(packs or {})}, observe
-            )
-        self.live.update(zip(segment.outputs, results, strict=True))
-        self._forget(index)
+    def add(self, name: str, value: Any) -> None:
+        """The value of a node; of a quantised weight, which is large and follows from its master, only the hash."""
+        if name in self._refreshed:
+            self._about["weights"][name] = fingerprint(value).sha256
+        elif isinstance(value, tuple | list):
+            self._about["parts"][name] = len(value)
+            for place, part in enumerate(value):
+                if isinstance(part, Tensor):
+                    self._store(f"{name}.{place}", part)
+        elif isinstance(value, QTensor):
+            self._about["quantized"][name] = {"shape": list(value.shape), "format": value.format.to_dict()}
+            self._store(f"{name}.codes", value.codes)
+            self._store(f"{name}.scales", value.scales)
+        elif isinstance(value, Tensor):
+            self._store(name, value)
 
-    def _forget(self, index: int) -> None:
-        """Drop what no later segment reads."""
-        later = {n for s in self.program.segments[index + 1 :] for n in s.inputs} | {"context"}
-        self.live = {name: value for name, value in self.live.items() if name in later}
+    def _store(self, name: str, value: Tensor) -> None:
+        raw = value.detach().cpu().contiguous()
+        start = self._data.tell()
+        self._data.write(raw.flatten().view(torch.uint8).numpy().data)
+        offsets = [start, self._data.tell()]
+        self._entries[name] = {"dtype": _DTYPES[raw.dtype], "shape": list(raw.shape), "data_offsets": offsets}
 
-    def release(self) -> None:
-        """Drop the packs that were made, for all runs on this store."""
-        self.store.packs.clear()
-
-
-def quantized(pack: Any, key: PackKey, master: Tensor) -> QTensor:
-    """A pack's codes and scales as the value of the weight's quantiser."""
-    assert key.format is not None
-    stored = pack.tensors()
-    return QTensor(stored["codes"], stored["scales"], master.shape, key.format)
+    def _finish(self) -> None:
+        meta = {"format": "pt", _KEY: json.dumps(self._about)}
+        header = json.dumps({"__metadata__": meta, **self._entries}).encode()
+        header += b" " * (-len(header) % 8)
+        self._data.seek(0)
+        whole = self.path.with_name(self.path.name + ".whole")
+        with whole.open("wb") as out:
+            out.write(struct.pack("<Q", len(header)) + header)
+            shutil.copyfileobj(self._data, out)
+        os.replace(whole, self.path)
 
 
-def compare_runs(train: Run, infer: Run, ids: Tensor, step: Step = lambda _: None) -> Numerics:
-    """Run both programs and the rollout once more on the training side's values; layer by layer, in step.
+class Capture:
+    """A capture, opened: values are read when they are asked for. ``graph`` is None for another engine's.
 
-    All three runs begin here: pass runs that have not run yet. Quantised weights are dropped layer by layer.
+    InputError: no such file, not safetensors, no ``input_ids``, or metadata that does not fit.
     """
-    comparison = Comparison(train.graph, infer.graph, ids)
-    forced = Run(infer.graph, infer.store, ids)
-    stages = _stages(train.segments, infer.segments)
-    for number, (ours, theirs) in enumerate(stages):
-        step(f"comparing values: {number + 1} of {len(stages)}")
-        held = _run(train, ours, comparison.infer_of)
 
-        def own(name: str, value: Any, held: Mapping[str, Any] = held) -> Any:
-            if comparison.train_of.get(name) in held:
-                comparison.own(name, held[comparison.train_of[name]], value)
-            return value
+    def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
+        self._file: Any
+        try:
+            self._file = safe_open(path, framework="pt", device="cpu")
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"is not a whole safetensors file: {error}", path=self.path) from None
+        self.names = set(self._file.keys())
+        if IDS not in self.names:
+            raise InputError(
+                f"has no tensor {IDS!r}, so nobody knows on which tokens it was made", path=self.path,
+                remedy=f"store the token ids of the sequence as int64 {IDS}",
+            )  # fmt: skip
+        ids = self._read(IDS)
+        self.ids = ids.squeeze(0) if ids.dim() == 2 and ids.shape[0] == 1 else ids
+        if self.ids.dim() != 1 or self.ids.dtype not in (torch.int64, torch.int32) or len(self.ids) == 0:
+            raise InputError(
+                f"{IDS} must be int64 [tokens] of one sequence, not {str(ids.dtype).removeprefix('torch.')}"
+                f"{list(ids.shape)}", path=self.path,
+            )  # fmt: skip
+        self._about = self._metadata()
+        self.graph = self._graph()
 
-        def same_inputs(name: str, value: Any, held: Mapping[str, Any] = held) -> Any:
-            if comparison.train_of.get(name) in held:
-                return comparison.same_inputs(name, held[comparison.train_of[name]], value)
-            return value
+    def _metadata(self) -> dict[str, Any]:
+        text = (self._file.metadata() or {}).get(_KEY)
+        if text is None:
+            return {}
+        try:
+            data = json.loads(text)
+        except ValueError:
+            data = None
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise InputError("has metadata of another version", path=self.path, remedy="capture it again")
+        return data
 
-        for index in theirs:
-            infer.segment(index, own)
-            forced.segment(index, same_inputs, _training_packs(train, forced, ours, index, comparison))
-        train.release()
-        infer.release()
-    return comparison.result()
+    def _graph(self) -> PrecisionGraph | None:
+        if not self._about:
+            return None
+        try:
+            return PrecisionGraph.from_json(self._about["graph"])
+        except (PrecGraphError, KeyError, TypeError) as error:
+            raise InputError(f"has a graph that cannot be read: {error}", path=self.path) from None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What made it, and the digest of the program."""
+        return {**self._about.get("about", {}), "digest": self._about.get("digest")}
+
+    @property
+    def parameters(self) -> dict[str, Fingerprint]:
+        """Hashes of the parameters, by path."""
+        return {path: Fingerprint(h) for path, h in self._about.get("parameters", {}).items()}
+
+    def __contains__(self, name: str) -> bool:
+        known = (self._about.get(table, {}) for table in ("weights", "quantized", "parts"))
+        return name in self.names or any(name in table for table in known)
+
+    def value(self, name: str) -> Any:
+        """The value of a node, or the output of a module."""
+        if name in self._about.get("weights", {}):
+            return Fingerprint(self._about["weights"][name])
+        if name in self._about.get("parts", {}):
+            places = range(self._about["parts"][name])
+            return tuple(self._read(f"{name}.{k}") if f"{name}.{k}" in self.names else None for k in places)
+        if name in self._about.get("quantized", {}):
+            known = self._about["quantized"][name]
+            codes, scales = self._read(f"{name}.codes"), self._read(f"{name}.scales")
+            return QTensor(codes, scales, torch.Size(known["shape"]), Format.from_dict(known["format"]))
+        return self._read(name)
+
+    def modules(self) -> dict[str, str]:
+        """What to ask :meth:`value` for, by module path; for another engine's capture, names in their natural order."""
+        if self.graph is not None:
+            return {module: node for module, node in module_outputs(self.graph).items() if node in self}
+        return {name: name for name in sorted(self.names - {IDS}, key=_natural)}
+
+    def _read(self, name: str) -> Tensor:
+        try:
+            found: Tensor = self._file.get_tensor(name)
+        except SafetensorError as error:
+            raise InputError(f"{name!r} cannot be read: {error}", path=self.path) from None
+        return found
 
 
-def _stages(train: Sequence[str], infer: Sequence[str]) -> list[tuple[range, range]]:
-    """Which segments run in step: one by one where both programs have the same, all at once where they do not."""
-    if train == infer:
-        return [(range(k, k + 1), range(k, k + 1)) for k in range(len(train))]
-    return [(range(len(train)), range(len(infer)))]
-
-
-def _run(run: Run, indices: Iterable[int], wanted: Mapping[str, str]) -> dict[str, Any]:
-    """The values of some segments that have a counterpart."""
-    held: dict[str, Any] = {}
-
-    def keep(name: str, value: Any) -> Any:
-        if name in wanted:
-            held[name] = value
-        return value
-
-    for index in indices:
-        run.segment(index, keep)
-    return held
-
-
-def _training_packs(train: Run, infer: Run, ours: Iterable[int], theirs: int, comparison: Comparison) -> dict[str, Any]:
-    """The training side's packs under the keys of the rollout's, where the rollout's kernels can read them."""
-    packs = {name: entry for index in ours for name, entry in train.weights(index).items()}
-    found = {}
-    for name, (key, _) in infer.weights(theirs).items():
-        other = packs.get(comparison.train_of.get(name, ""))
-        if other is None or key.format is None or other[0].format is None:
-            continue
-        if other[0].pack is key.pack and other[0].format.block == key.format.block:
-            found[str(key)] = other[1]
-    return found
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    """``layers.2`` before ``layers.10``."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]

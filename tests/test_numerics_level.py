@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner, Result
 
-from precgraph.capture import Run, compare_runs
+from precgraph import probe
+from precgraph.attention import IMPLEMENTATION
+from precgraph.capture import Capture
 from precgraph.checking import lowered
+from precgraph.cli import app
 from precgraph.formats import Format, QTensor, dequantize, quantize
+from precgraph.probe import Run, compare_runs, load_pair
 from precgraph.recipe import Recipe, SelectRule
 from precgraph.runtime.store import WeightStore
 from precgraph.trace import Trace, trace
@@ -161,3 +172,226 @@ def test_k3() -> None:
     out = mismatch(train, torch.tensor([-1.5, -2.0]))
     assert out.k3 == pytest.approx((torch.tensor(0.5).double().exp().item() - 1.5) / 2)
     assert (out.largest, out.mean, out.differing) == (0.5, 0.25, 1)
+
+
+# ----------------------------------------------------------------------------- command line, captures
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["check", *(str(a) for a in args), "--level", "numerics"])
+
+
+def report(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pairs() -> Iterator[None]:
+    """Every model is traced and built once for each pair of sides."""
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(lambda *sides: load_pair(*sides, {}, lambda _: None))
+        patch.setattr(probe, "load_pair", lambda model, *rest: once(str(model), *rest[:3]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the tiny Llama."""
+    path = tmp_path_factory.mktemp("llama")
+    causal_lm("llama").save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def captured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The rollout's values on 16 tokens, captured by the command."""
+    path = tmp_path_factory.mktemp("captures") / "rollout.safetensors"
+    result = run(folder, "--tokens", 16, "--capture", path)
+    assert result.exit_code == 0, result.output
+    assert not [p for p in path.parent.iterdir() if p != path]
+    return path
+
+
+def test_two_recipes_from_the_command_line(folder: Path, tmp_path: Path) -> None:
+    out, recipe = tmp_path / "out.json", tmp_path / "r.toml"
+    replace(JET, select=SelectRule(skip=("model.layers.1.mlp.down_proj",))).save(recipe)
+    result = run(folder, "--infer", recipe, "--tokens", 16, "--json", out)
+    assert result.exit_code == 1, result.output
+    assert "first divergence: model.layers.1.mlp.down_proj, linear" in result.stdout
+    data = report(out)
+    (violation,) = data["violations"]
+    assert (violation["code"][:5], violation["module"]) == ("PG108", "model.layers.1.mlp.down_proj")
+    assert data["numerics"]["first"]["module"] == "model.layers.1.mlp.down_proj"
+    assert data["numerics"]["growth"][1]["segment"] == "model.layers.0"
+    assert data["numerics"]["growth"][1]["differing"] == 0
+    assert data["numerics"]["logprobs"]["tokens"] == 15
+    assert data["probe"] == {"tokens": 16, "seed": 0, "prompt_file": None}
+
+
+def test_a_capture_holds_what_the_program_computes(captured: Path, folder: Path) -> None:
+    """The logits in the file are those of the compiled rollout; the file is plain safetensors."""
+    import precgraph
+
+    capture = Capture(captured)
+    assert capture.graph is not None
+    model = precgraph.compile(causal_lm("llama"), mode="infer", backend="reference")
+    with torch.no_grad():
+        logits = model(capture.ids[None]).logits
+    node = capture.modules()["lm_head"]
+    assert torch.equal(load_file(captured)[node], logits)
+    assert capture.about["environment"]["versions"]["torch"] == torch.__version__
+    assert capture.about["digest"] == model.precgraph.graph.digest()
+
+
+def test_a_capture_of_the_same_program_is_equal(captured: Path, folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result = run(folder, "--infer", captured, "--json", out)
+    assert result.exit_code == 0, result.output
+    data = report(out)
+    assert (data["compared"]["differing"], data["numerics"]["logprobs"]["differing"]) == (0, 0)
+    assert data["compared"]["values"] > 40
+    assert run(captured, captured).exit_code == 0
+
+
+def edited(source: Path, target: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """The same capture with some tensors changed."""
+    with safe_open(source, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(source)
+    change(tensors)
+    save_file(tensors, target, metadata=metadata)
+    return target
+
+
+def test_a_flipped_bit_in_a_capture_is_found_by_itself(captured: Path, folder: Path, tmp_path: Path) -> None:
+    """Only one stored value differs, so neither what comes before nor what comes after is to blame."""
+    capture = Capture(captured)
+    assert capture.graph is not None
+    node = capture.modules()["model.layers.0.mlp.down_proj"]
+
+    def flip(tensors: dict[str, Tensor]) -> None:
+        tensors[node].view(torch.int16)[0, 3, 5] ^= 1
+
+    other = edited(captured, tmp_path / "flipped.safetensors", flip)
+    for sides in ((folder, "--infer", other), (captured, other)):
+        out = tmp_path / "out.json"
+        assert run(*sides, "--json", out).exit_code == 1
+        data = report(out)
+        first = data["numerics"]["first"]
+        assert (first["node"], first["delta"]["differing"], first["delta"]["bits"]) == (node, 1, 1)
+        named = {(v["code"][:5], v["module"]) for v in data["violations"]}
+        assert ("PG502", "model.layers.0.mlp.down_proj") in named
+    # Run on the captured values, the residual after it is another than the one that was captured.
+    assert len(named) == 1
+
+
+def test_other_weights_are_named(folder: Path, captured: Path, tmp_path: Path) -> None:
+    model = causal_lm("llama")
+    with torch.no_grad():
+        model.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] += 1
+    model.save_pretrained(tmp_path / "other")
+    out = tmp_path / "out.json"
+    assert run(tmp_path / "other", "--infer", captured, "--json", out).exit_code == 1
+    data = report(out)
+    assert {(v["code"][:5], v["module"]) for v in data["violations"]} == {("PG503", "model.layers.1.mlp.up_proj")}
+    assert data["violations"][0]["inherited"] > 3
+
+
+def hooked(model: Any, ids: Tensor, modules: tuple[str, ...]) -> dict[str, Tensor]:
+    """What docs/numerics.md shows: outputs of stock transformers' modules by forward hooks."""
+    taken: dict[str, Tensor] = {"input_ids": ids}
+
+    def keep(name: str) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            taken[name] = (output[0] if isinstance(output, tuple) else output).detach().clone()
+
+        return hook
+
+    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in modules]
+    with torch.no_grad():
+        model(ids[None])
+    for handle in handles:
+        handle.remove()
+    return taken
+
+
+MODULES = (
+    "model.embed_tokens", *(f"model.layers.{n}{m}" for n in (0, 1) for m in (
+        "", ".input_layernorm", ".self_attn", ".self_attn.q_proj", ".mlp", ".mlp.down_proj")), "model.norm", "lm_head",
+)  # fmt: skip
+
+
+def test_hidden_states_of_stock_transformers(folder: Path, tmp_path: Path) -> None:
+    """The bf16 preset is Hugging Face bit for bit, every module; jet_rl first differs at the first linear.
+
+    With torch's own attention, the projections before it agree and the attention does not.
+    """
+    path, out = tmp_path / "hf.safetensors", tmp_path / "out.json"
+    model = causal_lm("llama").eval()
+    model.set_attn_implementation(IMPLEMENTATION)
+    save_file(hooked(model, IDS, MODULES), path)
+    result = run(folder, "--train", "bf16", "--infer", path, "--json", out)
+    assert result.exit_code == 0, result.output
+    assert report(out)["compared"] == {"modules": len(MODULES), "differing": 0}
+    assert report(out)["numerics"]["logprobs"]["differing"] == 0
+    assert run(folder, "--train", "jet_rl", "--infer", path, "--json", out).exit_code == 1
+    data = report(out)
+    (violation,) = data["violations"]
+    assert (violation["code"][:5], violation["module"]) == ("PG504", "model.layers.0.self_attn.q_proj")
+    assert [g["segment"] for g in data["numerics"]["growth"]] == [
+        "model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head",
+    ]  # fmt: skip
+    model.set_attn_implementation("sdpa")
+    save_file(hooked(model, IDS, MODULES), path)
+    assert run(folder, "--train", "bf16", "--infer", path, "--json", out).exit_code == 1
+    assert report(out)["numerics"]["first"]["module"] == "model.layers.0.self_attn"
+
+
+def test_foreign_captures_that_do_not_fit(folder: Path, captured: Path, tmp_path: Path) -> None:
+    taken = hooked(causal_lm("llama").eval(), IDS, ("model.layers.0.mlp", "lm_head"))
+
+    def saved(**changes: Any) -> Path:
+        save_file({k: v for k, v in {**taken, **changes}.items() if v is not None}, tmp_path / "x.safetensors")
+        return tmp_path / "x.safetensors"
+
+    def error(*args: object) -> str:
+        result = run(*args)
+        assert (result.exit_code, result.stdout) == (2, ""), result.output
+        return result.stderr
+
+    name = "model.layers.0.mlp"
+    assert "input_ids" in error(folder, "--infer", saved(input_ids=None))
+    codes = taken[name].to(torch.float8_e4m3fn)
+    assert f"{name}: its output was captured as float8_e4m3fn" in error(folder, "--infer", saved(**{name: codes}))
+    assert f"{name}: its output is [20, 7]" in error(folder, "--infer", saved(**{name: taken[name][..., :7].clone()}))
+    assert "20 tokens" in error(folder, "--infer", saved(**{name: taken[name][:, :9].clone()}))
+    renamed = saved(**{name: None, "lm_head": None, "layer0.mlp": taken[name]})
+    assert "named after a module" in error(folder, "--infer", renamed)
+    assert "outside the vocabulary" in error(folder, "--infer", saved(input_ids=IDS + VOCABULARY))
+    assert "other tokens" in error(captured, saved())
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(captured.read_bytes()[:-100])
+    assert "whole safetensors" in error(folder, "--infer", cut)
+    assert "no meaning beside a capture" in error(folder, "--infer", captured, "--capture", tmp_path / "y.safetensors")
+    assert "must run" in error(folder, "--train", captured)
+    assert "no weights" in error(folder / "config.json")
+
+
+def test_a_missing_module_is_said(folder: Path, tmp_path: Path) -> None:
+    taken = hooked(causal_lm("llama").eval(), IDS, ("model.embed_tokens",))
+    path, out = tmp_path / "x.safetensors", tmp_path / "out.json"
+    save_file({**taken, "model.layers.0.self_attn.qkv_proj": torch.zeros(20, 384)}, path)
+    assert run(folder, "--train", "bf16", "--infer", path, "--json", out).exit_code == 0
+    (absent,) = report(out)["not_proved"]
+    assert (absent["code"][:5], absent["module"]) == ("PG910", "model.layers.0.self_attn.qkv_proj")
+
+
+def test_prompt_files(folder: Path, tmp_path: Path) -> None:
+    good, bad, out = tmp_path / "ids.json", tmp_path / "bad.json", tmp_path / "out.json"
+    good.write_text(json.dumps([5, 6, 7, 8]))
+    assert run(folder, "--prompt-file", good, "--json", out).exit_code == 0
+    assert report(out)["probe"]["tokens"] == 4
+    for text in ("[1", '["a", "b"]', "[1]", "{}"):
+        bad.write_text(text)
+        assert run(folder, "--prompt-file", bad).exit_code == 2

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import precgraph
-from precgraph.cli import audit, check, digest, doctor, export, recipe, report, rule, show, stacks
+from precgraph.cli import audit, check, digest, doctor, env, export, recipe, report, rule, show, stacks
 from precgraph.cli.console import settings
 
 
@@ -57,6 +57,7 @@ for command in (
     export.export,
     audit.audit,
     doctor.doctor,
+    env.env,
     recipe.recipe,
     report.report,
     report.schema,

@@ -68,6 +68,10 @@ class Numerics:
     def exit_code(self) -> int:
         return self.report.exit_code
 
+    def with_report(self, report: Report) -> Numerics:
+        """The same measurements under findings that say more."""
+        return replace(self, report=report)
+
 
 def mismatch(train: Tensor, infer: Tensor) -> LogProbs:
     """Compare two vectors of log-probabilities."""
@@ -118,11 +122,15 @@ class Comparison:
         if name == self._logits and self.ids is not None and isinstance(theirs, Tensor) and len(self.ids) > 1:
             self._logprobs = mismatch(next_logprobs(ours, self.ids), next_logprobs(theirs, self.ids))
 
-    def same_inputs(self, name: str, ours: Any, theirs: Any) -> Any:
-        """Both values of a node whose inputs were the training side's; returns the value to go on with."""
+    def same_inputs(self, name: str, ours: Any, theirs: Any, *, towards_train: bool = True) -> Any:
+        """Both values of a node whose inputs were the training side's; returns the value to go on with.
+
+        ``towards_train=False``: the inputs were the rollout's, and the training side's program goes on.
+        """
         self._forced = True
         self._alone[name] = delta = self._compare(name, ours, theirs)
-        value, replaced = swapped(ours, theirs) if delta.differs else (theirs, True)
+        given, made = (ours, theirs) if towards_train else (theirs, ours)
+        value, replaced = swapped(given, made) if delta.differs else (made, True)
         self._settled[name] = replaced
         return value
 

@@ -1,0 +1,254 @@
+"""``precgraph check --level numerics``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from precgraph.cli.console import console, progress
+from precgraph.cli.results import Output
+from precgraph.errors import InputError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import Tensor
+
+    from precgraph.verify.numerics import Measured, Numerics
+
+SUFFIX = ".safetensors"
+Step = Callable[[str], None]
+
+
+def check_values(
+    model: str,
+    other: str | None,
+    train: str,
+    infer: str,
+    backend: str,
+    probe: tuple[int, int, str | None],
+    capture: str | None,
+    output: Output,
+) -> int:
+    """Run both sides (or read captures) and say which nodes make other bits; the exit code.
+
+    ``probe`` is how many random tokens, their seed, and the file of a prompt in their place.
+    """
+    captures = (model, other) if other is not None else (infer,) if infer.endswith(SUFFIX) else ()
+    if captures and (capture or probe[2]):
+        option = "--capture" if capture else "--prompt-file"
+        raise InputError(f"{option} has no meaning beside a capture", remedy="its tokens and values are those compared")
+    if train.endswith(SUFFIX):
+        raise InputError("the training side must run", remedy="pass the capture as --infer, or two captures")
+    with progress() as step:
+        step("starting torch")
+        if other is not None:
+            outcome, context = _two_captures(model, other)
+        else:
+            outcome, context = _run(model, train, infer, backend, probe, capture, step)
+    context |= {"level": "numerics", "numerics": measures(outcome)}
+    unit = "modules" if outcome.report.unit == "modules" else "values"
+    context["compared"] = {unit: outcome.report.compared, "differing": outcome.differing}
+    if output.formats.json_to != "-":
+        show(outcome)
+    return output.conclude(outcome.report, context)
+
+
+def _two_captures(train: str, infer: str) -> tuple[Numerics, dict[str, Any]]:
+    from precgraph.capture import Capture
+    from precgraph.probe import compare_captures
+
+    ours, theirs = Capture(train), Capture(infer)
+    outcome = compare_captures(ours, theirs)
+    return outcome, {"model": train, "sides": {"train": train, "infer": infer}, "probe": {"tokens": len(ours.ids)}}
+
+
+def _run(
+    name: str,
+    train: str,
+    infer: str,
+    backend: str,
+    probe: tuple[int, int, str | None],
+    capture: str | None,
+    step: Step,
+) -> tuple[Numerics, dict[str, Any]]:
+    from transformers.utils import logging
+
+    from precgraph.capture import Capture, CaptureWriter
+    from precgraph.environment import record
+    from precgraph.lowering.lower import backend_name
+    from precgraph.probe import compare_runs, compare_with_capture, load_pair, parameter_hashes
+    from precgraph.stacks.pair import explain
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    stored = Capture(infer) if infer.endswith(SUFFIX) else None
+    pair = load_pair(name, train, "" if stored else infer, backend, os.environ, step)
+    ids = stored.ids if stored else probe_tokens(name, *probe, pair.vocabulary)
+    pair.require(ids)
+    if stored:
+        outcome = compare_with_capture(pair.run("train", ids), stored, ids, step)
+    elif capture is None:
+        outcome = compare_runs(pair.run("train", ids), pair.run("infer", ids), ids, step)
+    else:
+        graph = pair.graphs["infer"]
+        about = {"model": name, "side": infer, "recipe": pair.sides[1].recipe.to_dict(), "environment": record()}
+        with CaptureWriter(capture, graph, ids, about) as writer:
+            step("hashing the parameters")
+            writer.parameters(parameter_hashes(graph, pair.store))
+            outcome = compare_runs(pair.run("train", ids), pair.run("infer", ids), ids, step, writer)
+    if not stored:
+        outcome = outcome.with_report(explain(outcome.report, *pair.sides))
+    recipes = {"train": pair.sides[0].recipe.to_dict(), "infer": None if stored else pair.sides[1].recipe.to_dict()}
+    context = {
+        "model": name, "sides": {"train": train, "infer": infer}, "family": pair.family, "recipes": recipes,
+        "backend": backend_name(backend, pair.device), "device": pair.device.type,
+        "probe": {"tokens": len(ids), "seed": None if stored or probe[2] else probe[1], "prompt_file": probe[2]},
+        "digests": {mode: graph.digest() for mode, graph in pair.graphs.items()},
+    }  # fmt: skip
+    return outcome, context
+
+
+def probe_tokens(model: str, tokens: int, seed: int, prompt_file: str | None, vocabulary: int) -> Tensor:
+    """The ids of a prompt file (JSON: ids as they are; text: by the model's tokenizer), or random ones."""
+    import torch
+
+    if prompt_file is None:
+        if tokens < 2:
+            raise InputError(f"--tokens {tokens}", remedy="2 or more: the last of them only ends the sequence")
+        return torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed))
+    try:
+        text = Path(prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot be read: {error}", path=prompt_file) from None
+    ids: Any = _parse(text, prompt_file) if prompt_file.endswith(".json") else _tokenize(text, model)
+    if not isinstance(ids, list) or len(ids) < 2 or not all(type(i) is int for i in ids):
+        raise InputError("is no list of two or more token ids", path=prompt_file, remedy="write [1, 2, 3], or a text")
+    return torch.tensor(ids)
+
+
+def _parse(text: str, path: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InputError(f"is not valid JSON: {error}", path=path) from None
+
+
+def _tokenize(text: str, model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    from precgraph.loading import find
+
+    source = find(model)
+    try:
+        if source.gguf:
+            tokenizer = AutoTokenizer.from_pretrained(source.config.parent, gguf_file=source.config.name)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source.weights or source.config.parent)
+        return tokenizer(text)["input_ids"]
+    except (OSError, ValueError) as error:
+        line = " ".join(str(error).split())
+        raise UnsupportedModelError(
+            f"its tokenizer cannot be loaded: {line}", path=model, remedy="pass token ids in a .json file"
+        ) from None
+
+
+# ------------------------------------------------------------------------------------------ results
+
+
+def measures(outcome: Numerics) -> dict[str, Any]:
+    """What was measured, as JSON values; a number that is infinite is null."""
+    return {
+        "first": _plain(outcome.first) if outcome.first else None,
+        "causes": [_plain(m) for m in outcome.causes],
+        "growth": [{"segment": name, **_numbers(delta)} for name, delta in outcome.growth],
+        "logprobs": asdict(outcome.logprobs) if outcome.logprobs else None,
+    }
+
+
+def _plain(m: Measured) -> dict[str, Any]:
+    where = {"node": m.node, "module": m.module, "op": m.op, "segment": m.segment}
+    return {**where, "delta": _numbers(m.delta), "alone": _numbers(m.alone) if m.alone else None}
+
+
+def _numbers(delta: Any) -> dict[str, Any]:
+    shares = {"share": delta.share, "bit_share": delta.bit_share}
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in (asdict(delta) | shares).items()
+    }
+
+
+def show(outcome: Numerics) -> None:
+    """Where it begins, how it grows, and the log-probabilities."""
+    out = console()
+    first = outcome.first
+    if first is not None:
+        out.print(
+            f"first divergence: [bold]{first.module or '(model)'}[/], {first.op} ({_words(first)})", highlight=False
+        )
+    if outcome.causes:
+        out.print(_causes(outcome.causes))
+    if outcome.differing:
+        out.print(_growth(outcome))
+    if outcome.logprobs:
+        p = outcome.logprobs
+        out.print(
+            f"log-probabilities of {p.tokens} probe tokens: {p.differing} differ, max |Δ| {p.largest:.3g}, mean |Δ| "
+            f"{p.mean:.3g}, k3 {p.k3:.3g}", highlight=False,
+        )  # fmt: skip
+
+
+def _words(m: Measured) -> str:
+    d = m.delta
+    if not d.measured:
+        return "by its hash"
+    stored = f"{d.share:.1%} of values, {d.bit_share:.2%} of bits" if d.same_storage else f"{d.share:.1%} of values"
+    return f"{stored} differ, max |Δ| {d.largest:.3g}"
+
+
+def _causes(causes: Sequence[Measured]) -> Table:
+    """What each kind of node does by itself: nodes of all layers in one row."""
+    import re
+
+    from rich.markup import escape
+    from rich.table import Table
+
+    groups: dict[tuple[str, str], list[Measured]] = {}
+    for m in causes:
+        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", m.module), m.op), []).append(m)
+    table = Table(title="Differ by themselves, on equal inputs", title_justify="left")
+    for heading in ("module", "node", "count", "values that differ", "max |Δ|", "relative"):
+        table.add_column(heading, justify="left" if heading in ("module", "node") else "right")
+    for (module, op), members in groups.items():
+        deltas = [m.alone or m.delta for m in members]
+        share = sum(d.differing for d in deltas) / max(sum(d.values for d in deltas), 1)
+        largest, relative = max(d.largest for d in deltas), max(d.relative for d in deltas)
+        numbers = [f"{share:.2%}", f"{largest:.3g}", f"{relative:.2g}"] if deltas[0].measured else ["by hash", "", ""]
+        table.add_row(escape(module or "(model)"), op, str(len(members)), *numbers)
+    return table
+
+
+def _growth(outcome: Numerics) -> Table:
+    from rich.table import Table
+
+    table = Table(title="How the difference grows", title_justify="left")
+    for heading in ("after", "values that differ", "max |Δ|", "relative"):
+        table.add_column(heading, justify="left" if heading == "after" else "right")
+    for name, delta in folded(outcome.growth):
+        table.add_row(name, f"{delta.share:.2%}", f"{delta.largest:.3g}", f"{delta.relative:.2g}")
+    return table
+
+
+def folded(growth: Sequence[tuple[str, Any]], most: int = 14) -> list[tuple[str, Any]]:
+    """Equal segments as one row; of the rest at most about ``most``: the first two, the last, and some between."""
+    equal = next((k for k, (_, delta) in enumerate(growth) if delta.differs), len(growth))
+    rows: list[tuple[str, Any]] = []
+    if equal:
+        rows.append((growth[0][0] if equal == 1 else f"{growth[0][0]} ... {growth[equal - 1][0]}", growth[0][1]))
+    rest = list(growth[equal:])
+    every = max(1, math.ceil((len(rest) - 3) / (most - 3)))
+    keep = {0, 1, len(rest) - 1, len(rest) - 2, *range(1, len(rest), every)}
+    return rows + [row for k, row in enumerate(rest) if k in keep]

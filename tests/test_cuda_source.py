@@ -26,7 +26,7 @@ def test_it_compiles() -> None:
 
 def test_the_launcher_agrees_with_the_source() -> None:
     rows, columns, group, stages, warps = map(constant, ("TILE_N", "TILE_K", "GROUP", "STAGES", "WARPS"))
-    assert wgrad._TILE == (rows, columns) and rows == warps // 4 * 64
-    assert wgrad._THREADS == (warps + 4) * 32
+    assert (rows, columns) == wgrad._TILE and rows == warps // 4 * 64
+    assert (warps + 4) * 32 == wgrad._THREADS
     tiles, scales, barriers = (rows + columns) * group, (rows + columns) * 4, 2 * 8
-    assert wgrad._SHARED_MEMORY == stages * (tiles + scales + barriers) + warps * 16 * 128
+    assert stages * (tiles + scales + barriers) + warps * 16 * 128 == wgrad._SHARED_MEMORY

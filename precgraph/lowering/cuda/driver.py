@@ -46,7 +46,7 @@ def compile_source(source: str) -> bytes:
         log = b" " * _call(nvrtc.nvrtcGetProgramLogSize, program)
         nvrtc.nvrtcGetProgramLog(program, log)
         raise LoweringError(f"{source} does not compile: {log.decode().strip()}", remedy="use CUDA 12.8 or newer")
-    code = b" " * _call(nvrtc.nvrtcGetCUBINSize, program)
+    code: bytes = b" " * _call(nvrtc.nvrtcGetCUBINSize, program)
     _call(nvrtc.nvrtcGetCUBIN, program, code)
     return code
 

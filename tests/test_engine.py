@@ -10,6 +10,8 @@ from torch import Tensor
 
 import precgraph
 from precgraph.errors import InputError, NumericsStateError
+from precgraph.runtime import engine as engine_module
+from precgraph.runtime import sizes
 from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.engine import Completion, Engine, require_row_invariance
 from precgraph.runtime.sampling import SamplingParams
@@ -39,6 +41,33 @@ def test_logprobs_equal_the_trainers(name: str) -> None:
         assert worst_difference(actor, first, params, layout) == 0.0
     assert all(k == 1.0 for c, p in zip(first, params, strict=True) for k in c.kept_mass if not p.truncated)
     assert all(0 < k < 1 for c, p in zip(first, params, strict=True) for k in c.kept_mass if p.truncated)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_calls_that_are_filled_up_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: few sizes of a call, the same tokens and log-probabilities, and the trainer's."""
+    actor, rollout = pair(name)
+    prompts = prompts_of(LENGTHS)
+    prompts += [prompts[5], prompts[5][:200]]
+    params = mixed_params(len(prompts))
+    plain = Engine(rollout, max_batch_tokens=100).generate(prompts, params)
+    monkeypatch.setattr(sizes, "FILLED", {"cpu"})
+    seen: set[int] = set()
+    run, logits = engine_module.run_paged, Compiled.logits
+    monkeypatch.setattr(engine_module, "run_paged", lambda *a: [hidden := run(*a), seen.add(hidden.shape[1])][0])
+    monkeypatch.setattr(Compiled, "logits", lambda self, h: [seen.add(h.shape[1]), logits(self, h)][1])
+    filled = Engine(rollout, max_batch_tokens=100).generate(prompts, params)
+    assert outputs(filled) == outputs(plain)
+    assert seen <= {1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128} and len(seen) > 3
+    assert worst_difference(actor, filled, params, "packed") == 0.0
+
+
+def test_sizes_by_hand() -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [sizes.filled(n, cuda) for n in (0, 1, 2, 3, 4, 5, 6, 7, 9, 13, 49, 97, 385, 8192)] == [
+        0, 1, 2, 3, 4, 6, 6, 8, 12, 16, 64, 128, 512, 8192,
+    ]  # fmt: skip
+    assert sizes.filled(49, cpu) == 49
 
 
 def test_two_threads_change_nothing() -> None:

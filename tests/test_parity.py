@@ -14,6 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import precgraph
+from precgraph.runtime import sizes
+from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.contexts import Attended
 from tests.families import CAUSAL_LMS, VOCABULARY, causal_lm
 
@@ -278,6 +280,23 @@ def test_some_rows_alone(pair: Pair, side: str, monkeypatch: pytest.MonkeyPatch)
     for bad in (rows.int(), rows[None], torch.tensor([-1]), torch.tensor([whole.numel()])):
         with pytest.raises(precgraph.InputError, match="rows must be"):
             precgraph.token_logprobs(pair.actor, ids, mask, rows=bad)
+
+
+def test_rows_that_fill_a_call_up_add_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: 37 rows are scored as 48, with the same values and the same gradient."""
+    ids, rows = pair.sequences[2][None], torch.arange(37)
+
+    def both() -> list[Tensor]:
+        values = precgraph.token_logprobs(pair.actor, ids, rows=rows)
+        return [values.detach(), *torch.autograd.grad(values.sum(), [pair.actor.model.norm.weight])]
+
+    plain = both()
+    monkeypatch.setattr(sizes, "FILLED", {"cpu"})
+    seen: list[int] = []
+    logits = Compiled.logits
+    monkeypatch.setattr(Compiled, "logits", lambda self, h: [seen.append(h.shape[1]), logits(self, h)][1])
+    assert_equal(both(), plain)
+    assert set(seen) == {48}
 
 
 @torch.no_grad()

@@ -1,7 +1,8 @@
 """From samples to packed micro-batches, whose numerics do not depend on how many there are.
 
 Sequences fill *cells* in order; each cell is padded to a multiple of 128 tokens by a sequence of its own, so that
-WGrad's groups of 128 tokens begin anew with every cell. A micro-batch is some whole number of cells.
+WGrad's groups of 128 tokens begin anew with every cell. A micro-batch is some whole number of cells, on a GPU filled up
+with more padding to one of a few sizes: groups of 128 tokens whose gradients are all 0 add nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from precgraph.runtime.sizes import filled
 from trainer.config import BLOCK
 from trainer.errors import AlignmentError
 
@@ -152,5 +154,8 @@ def _micro_batch(samples: Sequence[Sample], parts: Sequence[Sequence[int]], devi
         if len(ids) % BLOCK:
             ids += [0] * (-len(ids) % BLOCK)
             bounds.append(len(ids))
+    for _ in range(len(ids), filled(len(ids), device), BLOCK):
+        ids += [0] * BLOCK
+        bounds.append(len(ids))
     tensors = (torch.tensor(v, device=device) for v in ([ids], bounds, rows, sequence, place))
     return MicroBatch(*tensors)

@@ -121,7 +121,10 @@ class BlockPool:
 
 
 class PagedCache:
-    """Keys and values per attention layer, ``[blocks, block_size, Hkv, D]`` in the graph's dtype, and their pool."""
+    """Keys and values per attention layer, ``[blocks + 1, block_size, Hkv, D]`` in the graph's dtype, and their pool.
+
+    The last block is no request's: rows that only fill a call up write there.
+    """
 
     def __init__(
         self, graph: PrecisionGraph, device: torch.device, blocks: int, block_size: int, *, reuse: bool = True
@@ -129,8 +132,8 @@ class PagedCache:
         self.pool = BlockPool(blocks, block_size, reuse=reuse)
         self.layers = {
             spec.layer: (
-                torch.empty(blocks, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=device),
-                torch.empty(blocks, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=device),
+                torch.empty(blocks + 1, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=device),
+                torch.empty(blocks + 1, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=device),
             )
             for spec, dtype in _attention_layers(graph)
         }

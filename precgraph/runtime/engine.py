@@ -20,8 +20,9 @@ from torch import Tensor
 from precgraph.errors import InputError, NumericsStateError, StaleWeightsError
 from precgraph.runtime.cache import PagedCache, PagedContext, Span
 from precgraph.runtime.compiled import Compiled
-from precgraph.runtime.sampling import MAX_SEED, SamplingParams, sample
+from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite, sample
 from precgraph.runtime.scheduler import Chunk, Request, Scheduler
+from precgraph.runtime.sizes import filled
 
 __all__ = ["Completion", "Engine", "SamplingParams", "require_row_invariance", "run_paged"]
 
@@ -145,11 +146,14 @@ class Engine:
         )
         if not ready:
             return []
-        # Indices from the host would be copied to the device, even where they name every row.
-        kept = hidden if len(ends) == hidden.shape[1] else hidden[:, torch.tensor(ends, device=hidden.device)]
-        logits = self._compiled.logits(kept)
+        # Decoding needs every row: indices would only be copied to the device.
+        if len(ends) < row:
+            ends += [0] * (filled(len(ends), hidden.device) - len(ends))
+            hidden = hidden[:, torch.tensor(ends, device=hidden.device)]
+        logits = self._compiled.logits(hidden)[: len(ready)]
         sampled = sample(logits, [r.params for r in ready], [r.draw.random() for r in ready])
         columns = sampled.ids.tolist(), sampled.logprobs.tolist(), sampled.kept_mass.tolist()
+        require_finite(torch.tensor(columns[1]))  # a GPU has not been asked yet
         for request, token, logprob, kept in zip(ready, *columns, strict=True):
             request.append(token, logprob, kept)
         return [r for r in ready if r.finish_reason]
@@ -204,10 +208,11 @@ def run_paged(
 ) -> Tensor:
     """Hidden states ``[1, T, C]`` of ``(tokens, blocks, start, stop)``: positions ``start .. stop - 1`` of each.
 
-    ``blocks`` are the sequence's pages, which hold its positions before ``start`` and get these. The caller has asked
-    whether ``compiled`` is ready.
+    ``blocks`` are the sequence's pages, which hold its positions before ``start`` and get these. Rows that fill the
+    call up follow, sequences of one token in the block that the cache keeps for them. The caller has asked whether
+    ``compiled`` is ready.
     """
-    device = compiled.store.device
+    device, pool = compiled.store.device, cache.pool
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -217,6 +222,12 @@ def run_paged(
         ids.extend(tokens[start:stop])
         positions.extend(range(start, stop))
         slots.extend(cache.slots(blocks, start, stop))
+    count = len(ids)
+    for row in range(count, filled(count, device)):
+        spans.append(Span(row, row + 1, 0, (pool.count,)))
+        ids.append(0)
+        positions.append(0)
+        slots.append(pool.count * pool.block_size)
     flat = torch.tensor([ids, positions, slots], device=device)
     return compiled.run_body(flat[None, 0], flat[None, 1], PagedContext(cache, flat[2], spans))
 
@@ -239,7 +250,8 @@ def require_row_invariance(model: Any) -> None:
     cache = PagedCache(compiled.graph, compiled.store.device, 2, size, reuse=False)
     tokens = [(7919 * i + 1) % model.config.vocab_size for i in range(count + other)]
     with torch.no_grad():
-        batch = run_paged(compiled, cache, [(tokens[count:], [1], 0, other), (tokens, [0], 0, count)])[:, -2:]
+        batch = run_paged(compiled, cache, [(tokens[count:], [1], 0, other), (tokens, [0], 0, count)])
+        batch = batch[:, other + count - 2 : other + count]
         alone = run_paged(compiled, cache, [(tokens, [0], count - 1, count)])
         same = torch.equal(batch[:, 1:], alone) and torch.equal(compiled.logits(batch)[1:], compiled.logits(alone))
     if not same:

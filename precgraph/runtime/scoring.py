@@ -13,6 +13,7 @@ from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.contexts import PackedContext
 from precgraph.runtime.inputs import Packed, pack
 from precgraph.runtime.logprobs import chosen_logprobs, logprobs_from_logits, require_temperature
+from precgraph.runtime.sizes import filled
 
 LOGPROB_ROWS = 512  # rows of logits that token_logprobs holds at a time
 
@@ -62,6 +63,9 @@ def token_logprobs(
         packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(model.is_gradient_checkpointing)
     )
     at = _predicting(packed, rows)
+    count = at.numel()
+    if count and (missing := filled(count % LOGPROB_ROWS, at.device) - count % LOGPROB_ROWS):
+        at = torch.cat([at, at[-1:].expand(missing)])
     targets = packed.ids[0, at + 1]
 
     def score(part: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
@@ -76,8 +80,8 @@ def token_logprobs(
         else score(hidden[:, r], i, d)
         for r, i, d in chunks
     ]
-    scored = torch.cat(parts)
-    out = packed.unpack(scored, at)[:, :-1] if rows is None else scored
+    scored = torch.cat(parts)[:count]
+    out = packed.unpack(scored, at[:count])[:, :-1] if rows is None else scored
     return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from precgraph.runtime import sizes
 from precgraph.runtime.engine import Completion
 from trainer.batch import MicroBatch, Sample, cells, fingerprint, micro_batches
 from trainer.errors import AlignmentError, RolloutError
@@ -47,6 +48,18 @@ def test_masks_come_from_lengths_and_not_from_values(tokens: list[int]) -> None:
     micro = one([sample([1, 2], tokens), sample([2, 0], [4])])
     assert targets(micro)[: len(tokens)] == tokens
     assert torch.bincount(micro.sequence).tolist() == [len(tokens), 1]
+
+
+def test_on_a_gpu_a_micro_batch_has_one_of_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """640 tokens become 768 by another sequence of padding; rows and ids stay where they are."""
+    samples = [sample([1] * 99, [2] * 501), sample([3], [4])]
+    plain = one(samples)
+    monkeypatch.setattr(sizes, "FILLED", {"cpu"})
+    micro = one(samples)
+    assert plain.ids.shape == (1, 640) and micro.ids.shape == (1, 768)
+    assert micro.bounds.tolist() == [*plain.bounds.tolist(), 768] and torch.equal(micro.rows, plain.rows)
+    assert torch.equal(micro.ids[:, :640], plain.ids) and micro.padding == {(602, 640), (640, 768)}
+    micro.verify(samples)
 
 
 def test_a_response_without_a_token_is_left_out() -> None:

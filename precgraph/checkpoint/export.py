@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from precgraph.checkpoint.files import INDEX, SINGLE, Checkpoint
 from precgraph.checkpoint.fp8 import SCALE, Quantization, quantize_tiled
+from precgraph.checkpoint.layout import layout
 from precgraph.checkpoint.selection import Selection, select
 from precgraph.errors import InputError, NonFiniteError, RecipeError, UnsupportedModelError
 from precgraph.loading import find, load_config_model, load_model
@@ -59,7 +60,8 @@ def export(
     source becomes one of the result and only one is in memory. The directory appears whole or not at all.
 
     Raises InputError (the output exists, a source that does not fit its config), NonFiniteError (naming the weight),
-    RecipeError (nothing to quantise, or blocks that this layout cannot hold), UnsupportedModelError (stacked experts).
+    RecipeError (nothing to quantise, or blocks that this layout cannot hold), UnsupportedModelError (experts that no
+    table of transformers takes apart, or whose blocks lie across two of a checkpoint's tensors).
     """
     final = Path(output).expanduser()
     if final.exists():
@@ -106,9 +108,12 @@ def _from_path(model: str | Path, step: Step) -> _Source:
         raise UnsupportedModelError(
             "the weights are stored quantised already", path=str(model), remedy="export the masters they were made from"
         )
+    built = load_config_model(model)
+    unread = [re.compile(p) for p in getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()]
     by_shard: dict[str, list[str]] = {shard: [] for shard in checkpoint.shards}
     for name, entry in checkpoint.entries.items():
-        if not name.endswith(_STALE_BUFFERS):
+        # What transformers does not read either, such as DeepSeek-V3's layers for several tokens at a time.
+        if not name.endswith(_STALE_BUFFERS) and not any(p.search(name) for p in unread):
             by_shard[entry.shard].append(name)
 
     def extras(folder: Path) -> None:
@@ -117,7 +122,7 @@ def _from_path(model: str | Path, step: Step) -> _Source:
                 if path.is_file():
                     shutil.copyfile(path, folder / path.name)
 
-    return _Source(load_config_model(model), checkpoint.config, list(by_shard.items()), checkpoint.read, extras)
+    return _Source(built, checkpoint.config, list(by_shard.items()), checkpoint.read, extras)
 
 
 def _from_model(model: PreTrainedModel, gguf: Path | None = None) -> _Source:
@@ -137,20 +142,27 @@ def _from_model(model: PreTrainedModel, gguf: Path | None = None) -> _Source:
 
             AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
-    names = [name for name in state if name not in tied]
-    return _Source(model, config, [(SINGLE, names)], lambda name: state[name].detach().cpu(), extras)
+    parts = layout(model)
+    names = [name for name in parts if name not in tied]
+
+    def read(name: str) -> Tensor:
+        return parts[name].of(state[parts[name].path]).detach().cpu()
+
+    return _Source(model, config, [(SINGLE, names)], read, extras)
 
 
 def _require_served(selection: Selection) -> None:
     if selection.format.dtype != "float8_e4m3fn":
         raise RecipeError(f"weights in {selection.format} have no such layout", remedy="quantise weights to e4m3")
     for name, shape in selection.shapes.items():
-        if len(shape) > 2 and name in selection.dtypes:
+        if len(shape) > 2 and (name in selection.dtypes or name in selection.quantized):
             raise UnsupportedModelError(
-                f"a parameter of {len(shape)} dimensions (stacked experts) cannot be exported yet", path=name,
-                remedy="export a dense model",
+                f"transformers has no rule that takes this tensor of {len(shape)} dimensions apart into experts",
+                path=name, remedy="register_checkpoint_conversion_mapping of transformers takes one",
             )  # fmt: skip
     modules = {name.removesuffix(".weight") for name in selection.quantized}
+    # Loaders match the names of modules in the model, in which all experts of a layer are one.
+    modules |= {p.path.rpartition(".")[0] for n, p in selection.parts.items() if n in selection.quantized}
     for kept in selection.kept:
         for module in sorted(modules):
             # transformers takes each entry for a regular expression that need only match the start, or for the end.
@@ -186,7 +198,7 @@ def _write(
                 tensors[name], tensors[name + SCALE] = _quantized(name, tensor, selection)
                 quantized += 1
             else:
-                tensors[name] = _kept(name, tensor, selection.dtypes[name])
+                tensors[name] = _kept(name, tensor, selection.dtypes.get(name, tensor.dtype))
                 kept += 1
         save_file(tensors, folder / shard, metadata={"format": "pt"})
         _flush(folder / shard)
@@ -219,7 +231,7 @@ def _checked(source: _Source, names: Iterable[str], selection: Selection) -> Ite
             continue
         if name not in selection.shapes:
             raise UnsupportedModelError(
-                "the model has no parameter of this name (it may store experts otherwise)", path=name,
+                "a checkpoint of this model has no tensor of this name (it may store experts otherwise)", path=name,
                 remedy="load the model and export it from memory",
             )  # fmt: skip
         tensor = source.read(name)

@@ -43,8 +43,8 @@ Matcher = Callable[[str, str], bool]
 
 
 def exact(pattern: str, module: str) -> bool:
-    """vLLM 0.32 block FP8 checkpoints: ``is_layer_skipped``, match mode "exact"."""
-    return pattern == module
+    """vLLM 0.32 block FP8 checkpoints: ``is_layer_skipped``, match mode "exact"; one expert stands for all."""
+    return pattern == module or (module.endswith(".experts") and module in pattern)
 
 
 def substring(pattern: str, module: str) -> bool:
@@ -76,7 +76,7 @@ def skips(
     """The layers among ``modules`` that an engine leaves out.
 
     Layers that it fuses are left out together: by a pattern for the fused name, or by patterns for all of them;
-    RecipeError if only some are named, which engines refuse too.
+    RecipeError if only some are named, which engines refuse too. All experts of a layer are one layer of an engine.
     """
     wanted = list(patterns)
     used: Counter[str] = Counter()
@@ -86,7 +86,10 @@ def skips(
     for module in modules:
         parent, _, leaf = module.rpartition(".")
         whole = f"{parent}.{groups[leaf]}" if leaf in groups else module
-        hit = _first(wanted, whole, matcher) or _first(wanted, module, matcher)
+        own = module
+        if parent.endswith(".experts"):
+            whole = own = parent
+        hit = _first(wanted, whole, matcher) or _first(wanted, own, matcher)
         if hit:
             by_module[module] = hit
             used[hit] += 1

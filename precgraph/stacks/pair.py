@@ -80,9 +80,9 @@ def resolve(train: Side, infer: Side, modules: Sequence[str], env: Mapping[str, 
 
 
 def linear_modules(raw: PrecisionGraph) -> tuple[str, ...]:
-    """Paths of the linear layers of a traced model, in program order, without the head."""
+    """Paths of a traced model's linear layers, in program order, without the head; experts by their 3-D weights."""
     graph = raise_ops(raw.copy())
-    return tuple(dict.fromkeys(precision(n).module for n in graph if is_call(n, ops.linear)))
+    return tuple(dict.fromkeys(precision(n).module for n in graph if is_call(n, ops.linear, ops.expert_linear)))
 
 
 def explain(report: Report, train: Resolved, infer: Resolved) -> Report:

@@ -27,7 +27,7 @@ _VALUES: dict[str, tuple[str | float, ...]] = {
     "requantize": ("none", "ue8m0"),
 }
 # Projections that engines keep in one tensor, in the order of its rows.
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 DAMAGE = 0.01  # share of a weight's bytes up to which a difference looks like damage
 
 

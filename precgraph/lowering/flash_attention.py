@@ -84,22 +84,23 @@ def attention(
 
 def forward(q: Tensor, call: Varlen, spec: ops.AttentionSpec) -> tuple[Tensor, Tensor]:
     """``q [T, H, D]`` on the sequences of ``call``: out ``[T, H, D]``, log-sum-exp ``[H, T]``."""
-    options = {
-        "softmax_scale": spec.scale,
-        "causal": True,
-        "window_size": (spec.window - 1, 0) if spec.window else (-1, -1),
-        "softcap": spec.softcap,
-        "num_splits": 1,
-        "max_seqlen_q": max(call.longest_query, QUERY_BOUND),
-        "max_seqlen_k": call.longest_keys,
-        "cu_seqlens_q": call.query_bounds,
-        "cu_seqlens_k": call.key_bounds,
-    }
+    longest = max(call.longest_query, QUERY_BOUND), call.longest_keys
+    window = (spec.window - 1, 0) if spec.window else (-1, -1)
     if library()[0] == "fa3_fwd_interface":
-        options["return_attn_probs"] = True  # which adds the log-sum-exp
-    else:
-        options |= {"return_softmax_lse": True, "fa_version": 3}
-    out, lse = _module().flash_attn_varlen_func(q, call.keys, call.values, **options)
+        # The operator itself: the package's functions wrap it in two layers of torch's, which cost the host more time
+        # than the kernel of a short batch takes.
+        none = None
+        out, lse, *_ = _module().fa3_fwd_cuda.fwd(
+            q, call.keys, call.values, none, none, none, none, call.query_bounds, call.key_bounds, none, none, none,
+            *longest, none, none, none, none, none, none, none, none, none, spec.scale, True, *window, 0, spec.softcap,
+            True, none, 1, none, 0,
+        )  # fmt: skip
+        return out, lse
+    out, lse = _module().flash_attn_varlen_func(
+        q, call.keys, call.values, cu_seqlens_q=call.query_bounds, cu_seqlens_k=call.key_bounds,
+        max_seqlen_q=longest[0], max_seqlen_k=longest[1], softmax_scale=spec.scale, causal=True, window_size=window,
+        softcap=spec.softcap, num_splits=1, return_softmax_lse=True, fa_version=3,
+    )  # fmt: skip
     return out, lse
 
 

@@ -86,7 +86,8 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
     path = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if not importlib.metadata.entry_points(group="vllm.general_plugins", name="precgraph"):
         path.insert(0, _plugin_folder())
-    values = {**ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
+    kernels = str(Path("~/.deep_gemm").expanduser())  # one cache for all: vLLM would choose another
+    values = {"DG_JIT_CACHE_DIR": kernels, **ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
     if "CUDA_HOME" not in values and Path("/usr/local/cuda/bin/nvcc").exists():
         values["CUDA_HOME"] = "/usr/local/cuda"
     return values

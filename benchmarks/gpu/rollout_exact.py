@@ -153,11 +153,11 @@ def ours(model: str, run: str, options: argparse.Namespace) -> None:
     whole = SamplingParams(max_tokens=options.output_len)
     first = check("temperature 1", prompts, [whole] * len(prompts))
     kinds = [SamplingParams(64, 0.7, seed=1), SamplingParams(64, 0.0), SamplingParams(64, 1.3, top_p=0.9, top_k=50)]
-    mixed = [kinds[i % 3] for i in range(64)]
     # Prefixes of every length, some in the cache: chunks, mixed steps, and sizes between the captured ones.
     again = [
         (p.prompt_token_ids + p.token_ids)[: 1 + 37 * i % (options.input_len + 200)] for i, p in enumerate(first[:64])
     ]
+    mixed = [kinds[i % 3] for i in range(len(again))]
     check("mixed lengths and parameters, cached prefixes", again, mixed)
     with torch.no_grad():
         for p in actor.parameters():

@@ -113,7 +113,7 @@ class Rows:
 
 def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A vector of host values; on a GPU copied from pinned memory, so that the host does not wait for the device."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not values:
         return torch.tensor(values, dtype=dtype, device=device)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 

@@ -1,0 +1,99 @@
+"""Draws on the GPU: the quantile's token by an oracle in float64, alone and in a batch, and never a wait."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from precgraph.runtime.logprobs import logprobs_from_logits
+from precgraph.runtime.sampling import Rows, SamplingParams, sample
+
+pytestmark = pytest.mark.gpu
+VOCABULARIES = (997, 4096, 9001, 151936)
+
+
+def batch(width: int, rows: int = 67) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(width)
+    logits = 2 * torch.randn(rows, width + 8, device="cuda", generator=generator)[:, :width]
+    logits[3, : width // 2] = -torch.inf
+    logits[5, -1] = 40.0
+    temperature = 0.3 + 1.5 * torch.rand(rows, device="cuda", generator=generator)
+    quantiles = torch.rand(rows, device="cuda", dtype=torch.float64, generator=generator)
+    quantiles[0], quantiles[1] = 0.0, 1 - 2.0**-53
+    return logits, temperature, quantiles
+
+
+@pytest.mark.parametrize("width", VOCABULARIES)
+def test_the_quantiles_token(width: int) -> None:
+    from precgraph.lowering.triton.draw import draw
+
+    logits, temperature, quantiles = batch(width)
+    ids = draw(logits, temperature, quantiles)
+    sums = torch.softmax((logits / temperature[:, None]).double(), -1).cumsum(-1)
+    at = sums.gather(1, ids[:, None])[:, 0]
+    before = torch.where(ids > 0, sums.gather(1, (ids - 1).clamp(min=0)[:, None])[:, 0], 0.0)
+    assert bool(((before <= quantiles + 1e-6) & (quantiles <= at + 1e-6)).all())
+    assert bool(logits.gather(1, ids[:, None]).isfinite().all())
+
+
+@pytest.mark.parametrize("width", VOCABULARIES)
+def test_a_row_draws_alone_what_it_draws_in_a_batch(width: int) -> None:
+    from precgraph.lowering.triton.draw import draw
+
+    logits, temperature, quantiles = batch(width)
+    whole = draw(logits, temperature, quantiles)
+    for row in range(0, logits.shape[0], 9):
+        part = slice(row, row + 1)
+        assert torch.equal(draw(logits[part].contiguous(), temperature[part], quantiles[part]), whole[part])
+
+
+def test_shares_of_draws_are_probabilities() -> None:
+    probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
+    draws = 10_000
+    logits = probabilities.log().cuda().expand(draws, -1).contiguous()
+    found = sample(logits, [SamplingParams()] * draws, [(i + 0.5) / draws for i in range(draws)])
+    torch.testing.assert_close(found.ids.bincount(minlength=4).cpu() / draws, probabilities, rtol=0, atol=2e-4)
+
+
+def test_a_batch_of_all_kinds_does_not_wait() -> None:
+    """Greedy, whole and cut rows in one step; torch raises where the host would wait for the device."""
+    logits, _, quantiles = batch(9001, 6)
+    kinds = [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(top_p=0.9, top_k=40)] * 2
+    uniforms = quantiles.tolist()
+    sample(logits, kinds, uniforms)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        rows = Rows.of(kinds, logits.device)
+        found = sample(logits, rows, uniforms)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found.ids[::3], logits[::3].argmax(-1))
+    temperature = torch.tensor([p.temperature or 1.0 for p in kinds], device="cuda")
+    assert torch.equal(found.logprobs, logprobs_from_logits(logits, found.ids, temperature))
+    assert bool((found.kept_mass[2::3] < 1).all()) and bool((found.kept_mass[:2] == 1).all())
+
+
+def test_nan_is_seen_in_the_log_probability_and_gives_a_token_of_the_vocabulary() -> None:
+    logits, _, _ = batch(9001, 3)
+    logits[1, 17] = torch.nan
+    found = sample(logits, [SamplingParams()] * 3, [0.3] * 3)
+    assert bool(((found.ids >= 0) & (found.ids < 9001)).all())
+    assert found.logprobs.isnan().tolist() == [False, True, False]
+
+
+def test_log_probabilities_and_entropies_differentiate_as_torchs() -> None:
+    logits, temperature, _ = batch(9001, 16)
+    mine = logits.clone().requires_grad_()
+    oracle = logits.double().requires_grad_()
+    ids = torch.arange(16, device="cuda") * 7 + 5000
+    for entropy in (False, True):
+        found = logprobs_from_logits(mine, ids, temperature, entropy=True)
+        logp = torch.log_softmax(oracle / temperature.double()[:, None], -1)
+        wanted = logp.gather(1, ids[:, None])[:, 0], -torch.where(logp.isinf(), 0.0, logp.exp() * logp).sum(-1)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+        grads = [torch.autograd.grad(pair[entropy].sum(), x)[0] for pair, x in ((found, mine), (wanted, oracle))]
+        keep = logits.isfinite()
+        torch.testing.assert_close(grads[0].double()[keep], grads[1][keep], rtol=1e-2, atol=1e-4)  # bf16 gradients
+    assert torch.equal(logprobs_from_logits(mine, ids, temperature), found[0])

@@ -1,0 +1,96 @@
+"""Real vLLM on a GPU: CUDA graphs, FlashAttention-3 over pages, asynchronous scheduling; the trainer's bits.
+
+``benchmarks/gpu/rollout_exact.py`` shows the same at the size of a real model.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import precgraph
+from precgraph.errors import UnsupportedModelError
+from precgraph.runtime.sampling import SamplingParams
+
+pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
+VOCABULARY = 4001
+ENGINE: dict[str, Any] = {
+    "skip_tokenizer_init": True, "max_model_len": 1024, "max_num_batched_tokens": 512, "max_num_seqs": 16,
+    "enable_prefix_caching": True, "enable_chunked_prefill": True, "kv_cache_memory_bytes": 1 << 30,
+    "gpu_memory_utilization": 0.3,
+}  # fmt: skip
+
+
+def model_of(width: int, heads: int = 4) -> Any:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=768, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=2, head_dim=width, max_position_embeddings=2048, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).bfloat16()
+
+
+def largest_difference(actor: Any, samples: Any, params: Any) -> float:
+    worst = 0.0
+    for sample, p in zip(samples, params, strict=True):
+        ids = torch.tensor([sample.prompt_token_ids + sample.token_ids], device="cuda")
+        with torch.no_grad():
+            scores = precgraph.token_logprobs(actor, ids, temperature=p.temperature or 1.0)
+        own = scores[0, len(sample.prompt_token_ids) - 1 :].cpu()
+        worst = max(worst, float((own - torch.tensor(sample.logprobs)).abs().max()))
+    return worst
+
+
+@pytest.fixture(params=[128, 64])
+def pair(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
+    from precgraph.vllm import LLM
+
+    model = model_of(request.param)
+    model.save_pretrained(tmp_path)
+    actor = precgraph.compile(model.cuda(), "train")
+    llm = LLM(str(tmp_path), actor=actor, **ENGINE)
+    yield actor, llm
+    llm.shutdown()
+
+
+def test_every_token_equals_the_trainers(pair: tuple[Any, Any]) -> None:
+    """Also with prefixes from the cache, and after an update that the graphs were captured before."""
+    actor, llm = pair
+    rng = random.Random(1)
+    lengths = (1, 7, 63, 128, 129, 200, 333, 700, 511, 512, 513, 2)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in lengths]
+    kinds = [
+        SamplingParams(40, 0.7, seed=3),
+        SamplingParams(40),
+        SamplingParams(40, 0.0),
+        SamplingParams(40, 1.2, 0.8, 50),
+    ]
+    params = [kinds[i % 4] for i in range(len(prompts))]
+    assert llm.engine.llm_engine.vllm_config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+    first = llm.generate(prompts, params)
+    second = llm.generate(prompts, params)
+    assert largest_difference(actor, first, params) == 0.0
+    assert largest_difference(actor, second, params) == 0.0
+    assert sum(s.cached_tokens for s in second) > 0
+    assert [s.token_ids for s in second][::4] == [s.token_ids for s in first][::4]  # those with a seed
+    assert all((m < 1) == (i % 4 == 3) for i, s in enumerate(first) for m in s.kept_mass[:1])
+    with torch.no_grad():
+        for p in actor.parameters():
+            p.mul_(1.1)
+    actor.sync()
+    third = llm.generate(prompts, params)
+    assert largest_difference(actor, third, params) == 0.0
+    assert [s.logprobs for s in third] != [s.logprobs for s in first]
+
+
+def test_heads_whose_pages_have_other_tiles_are_refused(tmp_path: Any) -> None:
+    from precgraph.vllm import LLM
+
+    model = model_of(96)
+    model.save_pretrained(tmp_path)
+    with pytest.raises((UnsupportedModelError, RuntimeError), match="heads of width 96"):
+        LLM(str(tmp_path), actor=precgraph.compile(model.cuda(), "train"), **ENGINE)

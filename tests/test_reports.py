@@ -65,7 +65,8 @@ def test_the_schema_is_one_and_every_document_fits_it() -> None:
     "change",
     [
         {"exit_code": 1}, {"exit_code": 2}, {"ok": False}, {"schema": 2}, {"level": ""}, {"compared": {}},
-        {"rows": None}, {"violations": [{"code": "PG105"}]}, {"recipes": {}}, {"tool": {"name": "other", "version": "1"}},
+        {"rows": None}, {"violations": [{"code": "PG105"}]}, {"recipes": {}},
+        {"tool": {"name": "other", "version": "1"}},
     ],
 )  # fmt: skip
 def test_what_does_not_follow_is_refused(change: dict[str, Any]) -> None:

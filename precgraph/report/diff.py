@@ -1,0 +1,123 @@
+"""What changed between two graphs, or between two reports, as JSON data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from precgraph.errors import InputError
+from precgraph.report.document import findings_of, load, read_json
+
+SCHEMA = 1
+_HEAD = ("mode", "family", "causal_lm", "recipe", "passes", "libraries")
+# Of the operands and attributes of a node, which also hold names of other nodes.
+_NODE = ("op", "target", "args", "kwargs", "tensor", "precision")
+
+
+def diff_files(a: Path, b: Path) -> dict[str, Any]:
+    """Two files of one kind: ``kind`` (graph or report), ``equal``, and what changed.
+
+    InputError: a file is neither, or the two are not of one kind or level.
+    """
+    kinds = [_kind(path) for path in (a, b)]
+    if kinds[0] != kinds[1]:
+        raise InputError(f"is a {kinds[1]}, and {a} a {kinds[0]}", path=str(b), remedy="name two files of one kind")
+    changed = diff_reports(load(a), load(b)) if kinds[0] == "report" else diff_graphs(read_json(a), read_json(b))
+    return {"schema": SCHEMA, "kind": kinds[0], "a": str(a), "b": str(b), **changed}
+
+
+def _kind(path: Path) -> str:
+    data = read_json(path)
+    if isinstance(data, Mapping) and "nodes" in data and "parameters" in data:
+        from precgraph.serialize import graph_from_json
+
+        try:
+            graph_from_json(data)
+        except Exception as error:
+            raise InputError(f"is no whole graph: {error}", path=str(path)) from None
+        return "graph"
+    if isinstance(data, Mapping) and "violations" in data:
+        return "report"
+    raise InputError(
+        "is neither a graph nor a report", path=str(path),
+        remedy="write one with precgraph show --format json, or check --json",
+    )  # fmt: skip
+
+
+def diff_reports(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Findings that are new, fixed, or in another state (failing, suppressed, known), and all else that changed."""
+    if a["level"] != b["level"]:
+        raise InputError(f"the reports are of levels {a['level']} and {b['level']}", remedy="name two of one level")
+    old = {f["fingerprint"]: (f, state) for f, state in _states(a)}
+    new = {f["fingerprint"]: (f, state) for f, state in _states(b)}
+    moved = [
+        {"finding": new[mark][0], "a": old[mark][1], "b": new[mark][1]}
+        for mark in old.keys() & new.keys()
+        if old[mark][1] != new[mark][1]
+    ]
+    fields = _fields(a, b, ("model", "sides", "backend", "device", "recipes", "recipe", "digests", "compared", "tool"))
+    found: dict[str, Any] = {
+        "new": [f for mark, (f, _) in new.items() if mark not in old],
+        "fixed": [f for mark, (f, _) in old.items() if mark not in new],
+        "moved": sorted(moved, key=lambda m: str(m["finding"]["module"])),
+        "fields": fields,
+    }
+    for key in ("not_proved", "notes"):
+        marks = [{f["fingerprint"]: f for f in side[key]} for side in (a, b)]
+        found[f"{key}_new"] = [f for mark, f in marks[1].items() if mark not in marks[0]]
+        found[f"{key}_gone"] = [f for mark, f in marks[0].items() if mark not in marks[1]]
+    return {"equal": not any(found.values()), **found}
+
+
+def _states(document: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    states = {"violations": "failing", "suppressed": "suppressed", "known": "known"}
+    places = {f["fingerprint"]: state for key, state in states.items() for f in document[key]}
+    return [(f, places[f["fingerprint"]]) for f in findings_of(document)]
+
+
+def diff_graphs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Nodes that only one graph has, nodes of one name that differ and in what, and the same for parameters."""
+    nodes = [{n["name"]: n for n in side["nodes"]} for side in (a, b)]
+    both = [name for name in nodes[0] if name in nodes[1]]
+    changed = []
+    for name in both:
+        fields = _fields(nodes[0][name], nodes[1][name], _NODE)
+        if fields:
+            changed.append(
+                {"name": name, "op": nodes[1][name]["op"], "module": _module(nodes[1][name]), "fields": fields}
+            )
+    order = [[n for n in side if n in nodes[0] and n in nodes[1]] for side in nodes]
+    paths = tuple(dict.fromkeys([*a["parameters"], *b["parameters"]]))
+    found = {
+        "only_a": [_short(n) for name, n in nodes[0].items() if name not in nodes[1]],
+        "only_b": [_short(n) for name, n in nodes[1].items() if name not in nodes[0]],
+        "changed": changed,
+        "parameters": _fields(
+            a["parameters"], b["parameters"], tuple(dict.fromkeys([*a["parameters"], *b["parameters"]]))
+        ),
+        "fields": _fields(a, b, _HEAD),
+        "order": [] if order[0] == order[1] else ["nodes"],
+    }
+    return {"equal": not any(found.values()), **found}
+
+
+def _fields(a: Any, b: Any, keys: tuple[str, ...], prefix: str = "") -> dict[str, list[Any]]:
+    """Every leaf in which two tables differ: its path, and both values; a missing one is null."""
+    out: dict[str, list[Any]] = {}
+    for key in keys:
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, Mapping) and isinstance(y, Mapping):
+            out |= _fields(x, y, tuple(dict.fromkeys([*x, *y])), f"{prefix}{key}.")
+        elif json.dumps(x, sort_keys=True) != json.dumps(y, sort_keys=True):
+            out[prefix + key] = [x, y]
+    return out
+
+
+def _module(node: Mapping[str, Any]) -> str:
+    return str(node["precision"].get("module", ""))
+
+
+def _short(node: Mapping[str, Any]) -> dict[str, str]:
+    return {"name": node["name"], "op": node["op"], "module": _module(node)}

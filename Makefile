@@ -67,12 +67,13 @@ bench: $(STAMP) ## the CPU benchmarks: every script in benchmarks/
 	@for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
 
 .PHONY: test-gpu
-test-gpu: ## the GPU tests, in the current environment
-	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+test-gpu: ## the GPU tests, in the current environment; in several processes, for kernels compile on first use
+	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -n 8 --dist worksteal tests/gpu $(PYTEST_ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: ## the GPU benchmarks, every script in benchmarks/gpu/, in the current environment
 	@for script in benchmarks/gpu/*.py; do echo "== $$script"; PYTHONPATH=. $(GPU_PYTHON) "$$script"; done
+	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.common.plot
 
 .PHONY: setup
 setup: $(STAMP) ## make .venv with the pinned CPU set

@@ -14,6 +14,7 @@ import sysconfig
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def batch(data: Tensor, step: int) -> Tensor:
 def new_model(dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        return LlamaForCausalLM._from_config(CONFIG, dtype=torch.float32).to(dtype).train()
+        return LlamaForCausalLM._from_config(CONFIG, dtype=dtype).train()
 
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def main() -> None:
     data = text()
     bf16 = new_model()
     runs = {"BF16": train(bf16, data, steps), "FP8": train(precgraph.compile(new_model(), "train"), data, steps)}
-    final = {name: sum(losses[-LAST:]) / LAST for name, losses in runs.items()}
+    final = {name: fmean(losses[-LAST:]) for name, losses in runs.items()}
     size = sum(p.numel() for p in bf16.parameters()) / 1e6
     shape = f"Llama {size:.0f}M, {steps} steps of {ROWS}x{LENGTH} bytes"
     results = [Result(shape, f"final loss, {name}", value, "nats") for name, value in final.items()]

@@ -50,7 +50,7 @@ def kernels(axes: Axes, rows: list[Row]) -> None:
     axes.set_title("Kernels")
 
 
-def main(source: Path = FILE, target: Path = FILE.with_suffix(".svg")) -> None:
+def main(source: Path = FILE, target: Path | None = None) -> None:
     with source.open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     timed, measured = newest(rows, "layers"), newest(rows, "kernels")
@@ -62,6 +62,7 @@ def main(source: Path = FILE, target: Path = FILE.with_suffix(".svg")) -> None:
     kernels(axes[2], measured)
     row = (timed or measured)[0]
     figure.suptitle(f"{row['machine']}; {row['versions']}; commit {row['commit']}", fontsize=9)
+    target = target or source.with_suffix(".svg")
     figure.savefig(target)
     print(f"wrote {target}")
 

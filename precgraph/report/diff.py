@@ -85,18 +85,14 @@ def diff_graphs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     for name in both:
         fields = _fields(nodes[0][name], nodes[1][name], _NODE)
         if fields:
-            changed.append(
-                {"name": name, "op": nodes[1][name]["op"], "module": _module(nodes[1][name]), "fields": fields}
-            )
+            changed.append({**_short(nodes[1][name]), "fields": fields})
     order = [[n for n in side if n in nodes[0] and n in nodes[1]] for side in nodes]
     paths = tuple(dict.fromkeys([*a["parameters"], *b["parameters"]]))
     found = {
         "only_a": [_short(n) for name, n in nodes[0].items() if name not in nodes[1]],
         "only_b": [_short(n) for name, n in nodes[1].items() if name not in nodes[0]],
         "changed": changed,
-        "parameters": _fields(
-            a["parameters"], b["parameters"], tuple(dict.fromkeys([*a["parameters"], *b["parameters"]]))
-        ),
+        "parameters": _fields(a["parameters"], b["parameters"], paths),
         "fields": _fields(a, b, _HEAD),
         "order": [] if order[0] == order[1] else ["nodes"],
     }

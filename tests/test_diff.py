@@ -1,0 +1,148 @@
+"""``precgraph diff``: two graphs, or two reports."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from precgraph import Recipe
+from precgraph.checking import lowered
+from precgraph.cli import app
+from precgraph.report.suppress import Suppression
+from precgraph.trace import Trace, trace
+from tests.families import meta_lm
+from tests.reports import HOSTILE, document, finding, hostile_document
+
+
+def run(*args: object) -> Result:
+    return CliRunner().invoke(app, ["diff", *(str(a) for a in args)])
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Any:
+    def to(name: str, data: Any) -> Path:
+        path = tmp_path / name
+        path.write_text(data if isinstance(data, str) else json.dumps(data))
+        return path
+
+    return to
+
+
+@pytest.fixture(scope="module")
+def traced() -> Trace:
+    return trace(meta_lm("llama"))
+
+
+@pytest.fixture(scope="module")
+def graph(traced: Trace) -> dict[str, Any]:
+    return lowered(traced, "infer", Recipe.jet_rl(), "reference").to_json()
+
+
+# ------------------------------------------------------------------------------------------- reports
+
+
+def test_equal_reports(write: Any) -> None:
+    data = hostile_document()
+    result = run(write("a", data), write("b", copy.deepcopy(data)))
+    assert (result.exit_code, result.stdout) == (0, "equal: the two reports differ in nothing\n")
+
+
+def test_findings_that_came_went_and_were_accepted(write: Any) -> None:
+    old = document(finding(module="gone"), finding(module="kept"), finding(module="accepted"))
+    new = document(
+        finding(module="kept"), finding(module="accepted"), finding(module="new"),
+        suppressions=[Suppression("PG105", "accepted", "why")], notes=(finding("backward", "later"),),
+    )  # fmt: skip
+    a, b = write("a", old), write("b", new)
+    result = run(a, b, "--json")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    assert [[f["module"] for f in data[key]] for key in ("new", "fixed", "notes_new")] == [["new"], ["gone"], ["later"]]
+    (moved,) = data["moved"]
+    assert (moved["finding"]["module"], moved["a"], moved["b"]) == ("accepted", "failing", "suppressed")
+    text = run(a, b).stdout
+    assert "1 new, 1 fixed, 1 in another state" in text
+    assert "failing -> suppressed: PG105 amax floor  accepted" in text
+    back = json.loads(run(b, a, "--json").stdout)
+    assert [f["module"] for f in back["new"]] == ["gone"]
+
+
+def test_other_digests_are_a_difference_even_without_findings(write: Any) -> None:
+    result = run(write("a", document()), write("b", document(context={"digests": {"train": "1", "infer": "3"}})))
+    assert result.exit_code == 1
+    assert "digests.infer: 2 -> 3" in result.stdout
+
+
+def test_hostile_names_stay_on_their_line(write: Any) -> None:
+    result = run(write("a", document()), write("b", hostile_document()))
+    assert result.exit_code == 1
+    assert sum(line.startswith("new: ") for line in result.stdout.splitlines()) == len(HOSTILE)
+    assert "\x1b" not in result.stdout and not any(line.startswith("::") for line in result.stdout.splitlines())
+
+
+# -------------------------------------------------------------------------------------------- graphs
+
+
+def test_equal_graphs(write: Any, graph: dict[str, Any]) -> None:
+    result = run(write("a", graph), write("b", graph))
+    assert (result.exit_code, result.stdout) == (0, "equal: the two graphs differ in nothing\n")
+
+
+def test_a_planted_difference_is_the_only_one(write: Any, graph: dict[str, Any]) -> None:
+    other = copy.deepcopy(graph)
+    node = next(n for n in other["nodes"] if n["op"] == "rms_norm")
+    node["precision"]["compute"] = "bfloat16"
+    result = run(write("a", graph), write("b", other), "--json")
+    assert result.exit_code == 1
+    data = json.loads(result.stdout)
+    (changed,) = data["changed"]
+    assert changed == {
+        "name": node["name"], "op": "rms_norm", "module": "model.layers.0.input_layernorm",
+        "fields": {"precision.compute": ["float32", "bfloat16"]},
+    }  # fmt: skip
+    assert not data["only_a"] and not data["only_b"] and not data["parameters"] and not data["fields"]
+
+
+def test_two_recipes_differ_in_the_quantisers_of_weights(write: Any, graph: dict[str, Any], traced: Trace) -> None:
+    data = Recipe.jet_rl().to_dict()
+    data["linear"]["weight"]["amax_floor"] = 1e-4
+    other = lowered(traced, "infer", Recipe.from_dict(data), "reference").to_json()
+    found = json.loads(run(write("a", graph), write("b", other), "--json").stdout)
+    assert found["fields"] == {"recipe.linear.weight.amax_floor": [1e-12, 1e-4]}
+    assert len(found["changed"]) == 14
+    assert {n["op"] for n in found["changed"]} == {"quantize"}
+    text = run(write("a", graph), write("b", other)).stdout
+    assert "14 nodes differ, 0 only in A, 0 only in B" in text
+    assert "precision.format.amax_floor: 1e-12 -> 0.0001" in text
+
+
+def test_nodes_of_one_side_and_another_mode(write: Any, graph: dict[str, Any], traced: Trace) -> None:
+    train = lowered(traced, "train", Recipe.jet_rl(), "reference").to_json()
+    found = json.loads(run(write("a", graph), write("b", train), "--json").stdout)
+    assert found["fields"]["mode"] == ["infer", "train"]
+    assert len(found["only_b"]) > 0
+    assert len(train["nodes"]) - len(graph["nodes"]) == len(found["only_b"]) - len(found["only_a"])
+
+
+# ----------------------------------------------------------------------------------------- bad input
+
+
+def test_what_cannot_be_compared_is_one_line(write: Any, graph: dict[str, Any]) -> None:
+    report, half = document(), {**graph, "nodes": graph["nodes"][:-1]}
+    weights = {**report, "level": "numerics"}
+    for a, b, words in (
+        (report, graph, "is a graph, and"), (report, "{", "is not valid JSON"), ([], report, "is neither a graph nor"),
+        (half, graph, "the data is cut short"), ({**graph, "schema": 9}, graph, "not a precision graph of schema"),
+        ({**report, "exit_code": 1}, report, "is no report of schema"), (report, weights, "levels graph and numerics"),
+    ):  # fmt: skip
+        result = run(write("a", a), write("b", b))
+        assert result.exit_code == 2, words
+        assert result.stdout == ""
+        (line,) = result.stderr.splitlines()
+        assert words in line
+    assert run(write("a", report), "no/such.json").exit_code == 2

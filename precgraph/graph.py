@@ -42,7 +42,8 @@ class Precision:
     is stored; ``compute`` and ``accumulate`` are dtypes of the arithmetic; ``rules`` are further named choices
     (position of casts, reduction order, softmax dtype ...); ``numerics`` is the id of the kernel's numerics, set by
     lowering; ``fusion`` names the group of nodes that one kernel may serve; ``saved`` marks what the backward keeps;
-    ``cache`` is the KV cache layer that a rollout's attention reads; ``note`` says why a node was left as it is.
+    ``cache`` is the KV cache layer that a rollout's attention reads; ``note`` says why a node was left as it is, or
+    that it repeats one of the forward.
     ``phase`` is forward, backward or refresh (made once per weight update).
     """
 

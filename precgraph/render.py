@@ -15,6 +15,7 @@ from typing import Any
 from precgraph.errors import InputError
 from precgraph.formats import Format
 from precgraph.graph import PrecisionGraph, Record
+from precgraph.saved import saved_bytes
 
 _LAYER = re.compile(r"\.(\d+)$")
 _GAP = "  "
@@ -76,6 +77,15 @@ def render_text(graph: PrecisionGraph, *, fold: bool = True, layer: int | None =
             (_GAP + _GAP.join(cell.ljust(w) for cell, w in zip(row, widths, strict=True))).rstrip() for row in rows
         ]
     return lines
+
+
+def render_saved(graph: PrecisionGraph) -> list[str]:
+    """What the backward keeps of the forward, a line a segment (neighbours that keep the same share one)."""
+    lines = []
+    for size, members in groupby(saved_bytes(graph, 128).items(), key=lambda item: item[1]):
+        names = [name or "model" for name, _ in members]
+        lines.append(f"{_GAP}{' to '.join(dict.fromkeys((names[0], names[-1])))}{_GAP}{size / 128:g}")
+    return ["", "== saved for the backward, bytes a token", *lines] if lines else []
 
 
 def describe(graph: PrecisionGraph) -> str:

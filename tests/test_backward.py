@@ -225,14 +225,13 @@ def test_quantisers_of_the_forward() -> None:
     wanted = [
         *(quantise(f"{attention}.{p}_proj", WEIGHT, f"parameter@{attention}.{p}_proj:bf16") for p in "qkvo"),
         *(quantise(f"{mlp}.{p}_proj", WEIGHT, f"parameter@{mlp}.{p}_proj:bf16") for p in ("gate", "up", "down")),
-        # Each activation twice, from bf16: along K for the GEMM, along tokens for what is saved.
-        *(quantise("input_layernorm", f, "rms_norm@input_layernorm:bf16") for f in (ACT, TOKENS)),
+        quantise("input_layernorm", ACT, "rms_norm@input_layernorm:bf16"),
         *(linear(f"{attention}.{p}_proj", "quantize@input_layernorm", bias=True) for p in "qkv"),
-        *(quantise(attention, f, f"getitem@{attention}:bf16") for f in (ACT, TOKENS)),
+        quantise(attention, ACT, f"getitem@{attention}:bf16"),
         linear(f"{attention}.o_proj", f"quantize@{attention}"),
-        *(quantise("post_attention_layernorm", f, "rms_norm@post_attention_layernorm:bf16") for f in (ACT, TOKENS)),
+        quantise("post_attention_layernorm", ACT, "rms_norm@post_attention_layernorm:bf16"),
         *(linear(f"{mlp}.{p}_proj", "quantize@post_attention_layernorm") for p in ("gate", "up")),
-        *(quantise(mlp, f, f"gated@{mlp}:bf16") for f in (ACT, TOKENS)),
+        quantise(mlp, ACT, f"gated@{mlp}:bf16"),
         linear(f"{mlp}.down_proj", f"quantize@{mlp}"),
     ]
     found = [r for r in rows if r[0] in ("quantize", "linear")]
@@ -249,17 +248,23 @@ def test_quantisers_of_the_backward() -> None:
     wanted: list[Row] = [
         *(quantise(f"{m}.down_proj", f, arriving) for f in (GRAD, TOKENS)),
         dgrad(f"{m}.down_proj"),
+        # Each activation once more, from bf16, along tokens; what makes it is repeated, too.
+        ("gated", m, "bf16", (f"linear@{m}.gate_proj:bf16", f"linear@{m}.up_proj:bf16")),
+        quantise(m, TOKENS, f"gated@{m}:bf16"),
         wgrad(f"{m}.down_proj", m),
         ("gated_backward", m, "bf16",
          (f"linear_dgrad@{m}.down_proj:bf16", f"linear@{m}.gate_proj:bf16", f"linear@{m}.up_proj:bf16")),
         *(quantise(f"{m}.{p}_proj", f, f"getitem@{m}:bf16") for p in ("gate", "up") for f in (GRAD, TOKENS)),
         dgrad(f"{m}.gate_proj", f"{m}.up_proj"),
+        ("rms_norm", after, "bf16", ("add@model.layers.0:bf16", f"parameter@{after}:bf16")),
+        quantise(after, TOKENS, f"rms_norm@{after}:bf16"),
         *(wgrad(f"{m}.{p}_proj", after) for p in ("gate", "up")),
         ("rms_norm_backward", after, "bf16",
          (f"linear_dgrad@{m}.gate_proj:bf16", "add@model.layers.0:bf16", f"parameter@{after}:bf16")),
         ("add", after, "bf16", (arriving, f"getitem@{after}:bf16")),
         *(quantise(f"{a}.o_proj", f, f"add@{after}:bf16") for f in (GRAD, TOKENS)),
         dgrad(f"{a}.o_proj"),
+        quantise(a, TOKENS, f"getitem@{a}:bf16"),
         wgrad(f"{a}.o_proj", a),
         ("attention_backward", a, "bf16",
          (f"linear_dgrad@{a}.o_proj:bf16", f"rope@{a}:bf16", f"rope@{a}:bf16", f"split_heads@{a}:bf16",
@@ -271,6 +276,8 @@ def test_quantisers_of_the_backward() -> None:
         *(quantise(f"{a}.{p}_proj", f, f"merge_heads@{a}:bf16") for p in "qkv" for f in (GRAD, TOKENS)),
         *(("bias_grad", f"{a}.{p}_proj", "bf16", (f"merge_heads@{a}:bf16",)) for p in "qkv"),
         dgrad(f"{a}.q_proj", f"{a}.k_proj", f"{a}.v_proj"),
+        ("rms_norm", before, "bf16", ("embedding@model.embed_tokens:bf16", f"parameter@{before}:bf16")),
+        quantise(before, TOKENS, f"rms_norm@{before}:bf16"),
         *(wgrad(f"{a}.{p}_proj", before) for p in "qkv"),
         ("rms_norm_backward", before, "bf16",
          (f"linear_dgrad@{a}.q_proj:bf16", "embedding@model.embed_tokens:bf16", f"parameter@{before}:bf16")),
@@ -293,9 +300,9 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Step, tuple
 
         return run
 
-    def run(self: Block, values: Any, *, checked: bool = False) -> tuple[Any, ...]:
+    def run(self: Block, values: Any, *, checked: bool = False, observe: Any = None) -> tuple[Any, ...]:
         steps = tuple(replace(step, run=record(step)) for step in self.steps)
-        return run_block(Block(self.inputs, self.outputs, steps), values, checked=checked)
+        return run_block(Block(self.inputs, self.outputs, steps), values, checked=checked, observe=observe)
 
     monkeypatch.setattr(Block, "run", run)
     return log
@@ -334,7 +341,7 @@ def test_frozen_parameters_are_neither_saved_for_nor_computed(
     executed: list[tuple[Step, tuple[Any, ...], Any]],
 ) -> None:
     def run(*frozen: str) -> tuple[int, int, int]:
-        """WGrads, activations quantised along tokens, and nodes of the backward that ran in layer 0."""
+        """WGrads, their activations quantised along tokens, and nodes of the backward that ran in layer 0."""
         model = causal_lm("qwen2")
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not any(f in name for f in frozen))
@@ -343,14 +350,11 @@ def test_frozen_parameters_are_neither_saved_for_nor_computed(
         ids = torch.arange(20)[None]
         actor(ids, labels=ids).loss.backward()
         phase = {n.name: n.meta["precision"].phase for n in actor.precgraph.graph}
+        operands = {n.args[1].name for n in actor.precgraph.graph if n.target is ops.linear_wgrad}
         layer = [s for s, _, _ in executed if "layers.0" in s.module]
-        saved = [
-            s
-            for s, _, r in executed
-            if isinstance(r, QTensor) and str(r.format) == TOKENS and phase[s.name] == "forward"
-        ]
+        made = [s for s, _, r in executed if s.name in operands and isinstance(r, QTensor) and str(r.format) == TOKENS]
         wgrads = [s for s in layer if s.run is gemm.fp8_wgrad]
-        return len(wgrads), sum("layers.0" in s.module for s in saved), sum(phase[s.name] == "backward" for s in layer)
+        return len(wgrads), sum("layers.0" in s.module for s in made), sum(phase[s.name] == "backward" for s in layer)
 
     full = run()
     assert full[:2] == (7, 4)

@@ -56,8 +56,11 @@ def test_formats_accumulation_and_what_is_saved_are_in_the_text(graph: Precision
     gemms = [c for c in lines if re.match(r"linear_\d+ = linear\(", c[0])]
     assert len(gemms) == 7
     assert all(c[2] == "-/fp32" and c[3] == "reference.linear.fp8_exact_groups" for c in gemms)
-    saved = [c for c in lines if c[4:6] == ["saved", "saved"] and "= quantize(" in c[0]]
-    assert [c[1].partition(" [")[0] for c in saved] == ["e4m3 128x1"] * 4
+    saved = [c for c in lines if c[5:7] == ["saved", "forward"] and "= linear(" in c[0]]
+    assert [c[7] for c in saved] == [".mlp.gate_proj", ".mlp.up_proj"]
+    again = [c for c in lines if c[-1].endswith("(made again for the backward)") and "= quantize(" in c[0]]
+    assert [c[1].partition(" [")[0] for c in again] == ["e4m3 128x1"] * 4
+    assert all(c[5:7] == ["-", "backward"] for c in again)
 
 
 def test_a_plain_module_has_no_layers_to_fold_or_to_pick() -> None:

@@ -47,10 +47,12 @@ def show(
         traced = trace_model(model, step)
         step(f"building the {mode} program")
         before, graph = _stages(traced, mode, rules, backend, after)
+    from precgraph.saved import saved_bytes
+
     if style == "json":
-        write_json(graph.to_json())
+        write_json(graph.to_json() | {"saved_bytes_a_token": {k: v / 128 for k, v in saved_bytes(graph, 128).items()}})
         return
-    from precgraph.render import render_dot, render_text
+    from precgraph.render import render_dot, render_saved, render_text
 
     fold = not unfold
     if style == "dot":
@@ -58,7 +60,7 @@ def show(
     elif diff:
         lines = _difference(before, graph, after, fold, layer)
     else:
-        lines = render_text(graph, fold=fold, layer=layer)
+        lines = render_text(graph, fold=fold, layer=layer) + (render_saved(graph) if layer is None else [])
     typer.echo("\n".join(lines))
 
 
@@ -99,10 +101,13 @@ def _stages(
 def _difference(
     before: PrecisionGraph | None, graph: PrecisionGraph, after: str, fold: bool, layer: int | None
 ) -> list[str]:
-    from precgraph.render import render_text
+    from precgraph.render import render_saved, render_text
 
     if before is None:
         raise InputError("nothing comes before the trace", remedy="name a pass: --after raise --diff")
-    old, new = (render_text(g, fold=fold, layer=layer, align=False)[2:] for g in (before, graph))
+    old, new = (
+        render_text(g, fold=fold, layer=layer, align=False)[2:] + (render_saved(g) if layer is None else [])
+        for g in (before, graph)
+    )
     changes = difflib.unified_diff(old, new, f"before {after}", f"after {after}", lineterm="", n=2)
     return list(changes) or [f"{after} changes nothing in this model"]

@@ -38,9 +38,13 @@ def _users(node: fx.Node, *targets: Callable[..., object]) -> list[fx.Node]:
     return [u for u in node.users if is_call(u, *targets)]
 
 
-def _quantizers(node: fx.Node) -> list[fx.Node]:
-    """Quantisers along rows or along tokens. Blocks of both are quantised on their own: no fused kernel makes them."""
-    return [q for q in _users(node, ops.quantize) if 1 in precision(q).format.block]
+def _quantizers(node: fx.Node, place: tuple[str, str] | None = None) -> list[fx.Node]:
+    """Quantisers along rows or along tokens, in one segment and phase: ``place``, by default that of the first.
+
+    Blocks of both are quantised on their own: no fused kernel makes them.
+    """
+    found = [q for q in _users(node, ops.quantize) if 1 in precision(q).format.block]
+    return [q for q in found if _place(q) == (place or _place(found[0]))]
 
 
 # ----------------------------------------------------------------------------------------- forward
@@ -48,7 +52,7 @@ def _quantizers(node: fx.Node) -> list[fx.Node]:
 
 def norm_quantize(node: fx.Node) -> list[fx.Node]:
     """The residual add before a norm (of one segment with it), the norm, its quantisers."""
-    quantizers = _quantizers(node) if is_call(node, ops.rms_norm) else []
+    quantizers = _quantizers(node, _place(node)) if is_call(node, ops.rms_norm) else []
     if not quantizers:
         return []
     source = node.args[0]
@@ -58,7 +62,7 @@ def norm_quantize(node: fx.Node) -> list[fx.Node]:
 
 def gated_quantize(node: fx.Node) -> list[fx.Node]:
     """A gated unit, or an activation, and its quantisers."""
-    return [node, *_quantizers(node)] if is_call(node, ops.gated, ops.activate) else []
+    return [node, *_quantizers(node, _place(node))] if is_call(node, ops.gated, ops.activate) else []
 
 
 def norm_rope(node: fx.Node) -> list[fx.Node]:

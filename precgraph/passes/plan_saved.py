@@ -1,8 +1,8 @@
 """plan_saved: which forward values the backward keeps, stated in the graph.
 
-A value is saved if a node of the backward reads it: a linear's input in FP8 along tokens, a norm's input, the inputs
-of a gated unit, attention's q, k, v, output and log-sum-exp. Parameters, and what is made once per weight update, are
-not saved. Reciprocal root mean squares and activations are recomputed inside the backward's kernels.
+A value is saved if a node of the backward reads it: a norm's input, the inputs of a gated unit, attention's v, output
+and log-sum-exp, and of what ``plan_recompute`` could make again from these only what it was told to leave. Parameters,
+and what is made once per weight update, are not saved.
 """
 
 from __future__ import annotations

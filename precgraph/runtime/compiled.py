@@ -17,7 +17,7 @@ from precgraph.graph import PrecisionGraph, output_node, tensor
 from precgraph.lowering.lower import lower, target
 from precgraph.lowering.program import Program, Segment, build_program
 from precgraph.lowering.registry import Kernel
-from precgraph.passes.pipeline import build
+from precgraph.passes.pipeline import RECOMPUTE, build
 from precgraph.recipe import Recipe
 from precgraph.runtime.accept import require_inputs, require_labels, require_own_forward, require_token_local
 from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext
@@ -49,6 +49,7 @@ class Compiled:
     runner: Runner
     places: tuple[Place, ...]  # the model's modules and tensors when it was compiled
     example_inputs: Sequence[Tensor] | None = None
+    recompute: str = "cheap"
 
     def __reduce__(self) -> Any:
         raise InputError(
@@ -112,7 +113,7 @@ class Compiled:
         """The program again, with the backward of these parameters."""
         raw = self.trace.graph.copy()
         raw.parameters = {p: replace(info, trainable=p in paths) for p, info in raw.parameters.items()}
-        program = build_lowered(raw, self.mode, self.recipe, self.backend, self.store.device)
+        program = build_lowered(raw, self.mode, self.recipe, self.backend, self.store.device, self.recompute)
         self.store.require(program.packs)
         return replace(self.runner, program=program)
 
@@ -150,7 +151,7 @@ class CompiledModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A compiled copy with parameters, a trace and a store of its own, as for a frozen reference model."""
         own, twin = self.precgraph, copy.deepcopy(_original(self), memo)
-        return _compiled(twin, own.mode, own.recipe, own.backend, own.checked, None, own.example_inputs)
+        return _compiled(twin, own.mode, own.recipe, own.backend, own.checked, None, own.recompute, own.example_inputs)
 
 
 class CompiledCausalLM(CompiledModule):
@@ -271,6 +272,7 @@ def compile(
     *,
     example_inputs: Sequence[Tensor] | None = None,
     checked: bool = False,
+    recompute: str | None = None,
 ) -> Any:
     """Compile ``model`` for training or rollout; the result is a model of the same class on the same parameters.
 
@@ -279,6 +281,9 @@ def compile(
     or to :meth:`Recipe.jet_rl`. ``backend`` is ``auto`` or a name of the registry; what was picked is in
     ``model.precgraph.kernels()``. ``example_inputs`` are needed for modules that are not causal language models.
     ``checked`` makes every node that yields NaN or infinity, and every unnoticed weight write, an error.
+    ``recompute`` changes memory and time, no bit: ``"cheap"`` (or None, for a model that is not compiled yet) makes
+    norms, rotations, activations and quantised operands again in the backward where that saves memory, ``"none"``
+    keeps them.
 
     Raises TraceError, UnsupportedModelError, RecipeError, LoweringError or NonFiniteError, naming the module.
     """
@@ -288,17 +293,21 @@ def compile(
         raise InputError(f"compile takes a torch module, not {type(model).__name__}")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InputError(f"recipe must be a Recipe, not {recipe!r}", remedy="Recipe.preset(name) or Recipe.load(path)")
+    if recompute is not None and recompute not in RECOMPUTE:
+        raise InputError(f"recompute must be one of {', '.join(RECOMPUTE)}, not {recompute!r}")
     if isinstance(example_inputs, Tensor):
         raise InputError("example_inputs must be a sequence of tensors", remedy="pass example_inputs=(x,)")
     shared = model.__dict__.get("precgraph")
     if isinstance(shared, Compiled):
         return _compiled(
             _original(model), mode, recipe or shared.recipe, shared.backend if backend == "auto" else backend,
-            checked or shared.checked, shared, shared.example_inputs,
+            checked or shared.checked, shared, recompute or shared.recompute, shared.example_inputs,
         )  # fmt: skip
     require_own_forward(model)
     require_supported(model)
-    return _compiled(model, mode, recipe or Recipe.jet_rl(), backend, checked, None, example_inputs)
+    return _compiled(
+        model, mode, recipe or Recipe.jet_rl(), backend, checked, None, recompute or "cheap", example_inputs
+    )
 
 
 def _original(model: Any) -> nn.Module:
@@ -317,7 +326,7 @@ def _shallow(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 def _compiled(
     model: nn.Module, mode: str, recipe: Recipe, backend: str, checked: bool, shared: Compiled | None,
-    example_inputs: Sequence[Tensor] | None = None,
+    recompute: str, example_inputs: Sequence[Tensor] | None = None,
 ) -> Any:  # fmt: skip
     for key in ("edge", "master"):
         if getattr(recipe.gradient, key) != "bfloat16":
@@ -329,7 +338,7 @@ def _compiled(
     if not traced.tensors:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameter or buffer: there is nothing to compile")
     device = target(traced.tensors.values())
-    program = build_lowered(traced.graph, mode, recipe, backend, device)
+    program = build_lowered(traced.graph, mode, recipe, backend, device, recompute)
     if traced.graph.causal_lm and recipe.arithmetic == "exact":
         require_token_local(program)
     masters = dict(traced.tensors)
@@ -343,7 +352,7 @@ def _compiled(
     result: Any = _shallow(model, type(own.__name__, (mixin, own), names))
     runner = Runner(program, store, checked)
     result.__dict__["precgraph"] = Compiled(
-        traced, mode, recipe, backend, checked, store, runner, _places(model), example_inputs
+        traced, mode, recipe, backend, checked, store, runner, _places(model), example_inputs, recompute
     )
     return result
 
@@ -358,6 +367,8 @@ def _places(model: nn.Module) -> tuple[Place, ...]:
     )
 
 
-def build_lowered(raw: PrecisionGraph, mode: str, recipe: Recipe, backend: str, device: torch.device) -> Program:
+def build_lowered(
+    raw: PrecisionGraph, mode: str, recipe: Recipe, backend: str, device: torch.device, recompute: str = "cheap"
+) -> Program:
     """Passes, lowering and segmentation of one mode."""
-    return build_program(lower(build(raw, mode, recipe), backend, device))
+    return build_program(lower(build(raw, mode, recipe, recompute=recompute), backend, device))

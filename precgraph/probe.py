@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from precgraph.runtime.contexts import PackedContext
 from precgraph.runtime.runner import Runner, require_numerics_state
 from precgraph.runtime.store import WeightStore
 from precgraph.stacks.pair import Resolved, linear_modules, parse, resolve
-from precgraph.trace import trace
+from precgraph.trace import Trace, trace
 from precgraph.verify.modules import ModuleComparison, module_outputs
 from precgraph.verify.numerics import Comparison, Numerics
 from precgraph.verify.values import Fingerprint, fingerprint
@@ -35,6 +36,8 @@ class Pair:
     family: str
     vocabulary: int
     device: torch.device
+    backend: str
+    trace: Trace
     sides: tuple[Resolved, Resolved]
     graphs: dict[str, PrecisionGraph]
     store: WeightStore
@@ -73,7 +76,8 @@ def load_pair(model: str, train: str, infer: str, backend: str, env: Mapping[str
             step(f"building the program of {spec}")
             graphs[mode] = lowered(traced, mode, side.recipe, backend, device)
     store = WeightStore(traced.tensors)
-    return Pair(type(loaded).__name__, int(loaded.config.vocab_size), device, sides, graphs, store)
+    vocabulary = int(loaded.config.vocab_size)
+    return Pair(type(loaded).__name__, vocabulary, device, backend, traced, sides, graphs, store)
 
 
 class Run:
@@ -108,6 +112,22 @@ class Run:
         self.store.require(found.values())
         return {name: (key, self.store.packs[key]) for name, key in found.items()}
 
+    def constant(self, name: str) -> Any:
+        """The pack or master that a step reads under this name; KeyError for any other name."""
+        key = self._packs.get(name)
+        if key is not None:
+            self.store.require([key])
+            return self.store.packs[key]
+        return self.store.masters[self._masters[name]]
+
+    @cached_property
+    def _packs(self) -> dict[str, PackKey]:
+        return {str(key): key for key in self.program.packs}
+
+    @cached_property
+    def _masters(self) -> dict[str, str]:
+        return {n.name: str(n.target) for n in self.graph if n.op == "get_attr"}
+
     def segment(self, index: int, observe: Observe, packs: Mapping[str, Any] | None = None) -> None:
         """Run one segment, after those before it. ``observe`` is shown its quantised weights, then each value, and
         says what to go on with (weights are only shown); ``packs`` take the place of packs of these keys."""
@@ -127,8 +147,8 @@ class Run:
         self._forget(index)
 
     def _forget(self, index: int) -> None:
-        """Drop what no later segment reads."""
-        later = {n for s in self.program.segments[index + 1 :] for n in s.inputs} | {"context"}
+        """Drop what no later segment reads and is no output."""
+        later = {n for s in self.program.segments[index + 1 :] for n in s.inputs} | {"context", *self.program.outputs}
         self.live = {name: value for name, value in self.live.items() if name in later}
 
     def release(self) -> None:

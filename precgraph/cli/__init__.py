@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import precgraph
-from precgraph.cli import audit, check, diff, digest, doctor, env, export, recipe, report, rule, show, stacks
+from precgraph.cli import audit, bisect, check, diff, digest, doctor, env, export, recipe, report, rule, show, stacks
 from precgraph.cli.console import settings
 
 
@@ -53,6 +53,7 @@ def _options(
 for command in (
     check.check,
     diff.diff,
+    bisect.bisect,
     show.show,
     digest.digest,
     export.export,

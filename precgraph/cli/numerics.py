@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precgraph.cli.console import console, progress
+from precgraph.cli.console import console, progress, settings
 from precgraph.cli.results import Output
 from precgraph.errors import InputError, UnsupportedModelError
 
@@ -76,15 +76,13 @@ def _run(
     capture: str | None,
     step: Step,
 ) -> tuple[Numerics, dict[str, Any]]:
-    from transformers.utils import logging
-
     from precgraph.capture import Capture, CaptureWriter
     from precgraph.environment import record
     from precgraph.lowering.lower import backend_name
     from precgraph.probe import compare_runs, compare_with_capture, load_pair, parameter_hashes
     from precgraph.stacks.pair import explain
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    quiet()
     stored = Capture(infer) if infer.endswith(SUFFIX) else None
     pair = load_pair(name, train, "" if stored else infer, backend, os.environ, step)
     ids = stored.ids if stored else probe_tokens(name, *probe, pair.vocabulary)
@@ -110,6 +108,15 @@ def _run(
         "digests": {mode: graph.digest() for mode, graph in pair.graphs.items()},
     }  # fmt: skip
     return outcome, context
+
+
+def quiet() -> None:
+    """Keep transformers' own bars and advice off the screen."""
+    if not settings.debug:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def probe_tokens(model: str, tokens: int, seed: int, prompt_file: str | None, vocabulary: int) -> Tensor:

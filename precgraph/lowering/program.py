@@ -144,7 +144,7 @@ class Segment:
             own = {n.name for n in self.nodes if _phase(n) == "forward"}
             keep = self.backward(wanted).inputs if wanted else ()
             saved = tuple(name for name in keep if name in own or name in self.inputs)
-            block = _block([n for n in self.nodes if _phase(n) == "forward"], (*self.outputs, *saved))
+            block = block_of([n for n in self.nodes if _phase(n) == "forward"], (*self.outputs, *saved))
             self._forward[wanted] = block, saved
         return self._forward[wanted]
 
@@ -155,7 +155,7 @@ class Segment:
         """
         if wanted not in self._backward:
             outputs = [g for name in sorted(wanted) for g in self.contributions(name)]
-            self._backward[wanted] = _block([n for n in self.nodes if _phase(n) == "backward"], outputs)
+            self._backward[wanted] = block_of([n for n in self.nodes if _phase(n) == "backward"], outputs)
         return self._backward[wanted]
 
     def contributions(self, name: str) -> tuple[str, ...]:
@@ -254,7 +254,7 @@ def _phase(node: fx.Node) -> str:
 # ------------------------------------------------------------------------------------------ blocks
 
 
-def _block(nodes: list[fx.Node], outputs: Iterable[str]) -> Block:
+def block_of(nodes: list[fx.Node], outputs: Iterable[str]) -> Block:
     """The steps among ``nodes`` that ``outputs`` need; an input may be an output too."""
     outputs = tuple(outputs)
     needed = set(outputs)

@@ -11,6 +11,7 @@ kernels in parallel before; ``sync`` and ``ipc`` time weight updates in one proc
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -149,7 +150,7 @@ def weights_gib(llm: Any) -> float:
 
 
 def _model_memory(worker: Any) -> float:
-    return float(worker.model_runner.model_memory_usage)
+    return float(getattr(worker.model_runner, "model_memory_usage", math.nan))  # vLLM's CPU runner counts nothing
 
 
 def cache_tokens(llm: Any) -> int:

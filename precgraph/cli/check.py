@@ -13,7 +13,7 @@ import typer
 from precgraph.cli import results
 from precgraph.cli.console import choose, guarded, progress
 from precgraph.cli.model import MODEL, SIDE_HELP, trace_model
-from precgraph.errors import InputError
+from precgraph.errors import InputError, PrecGraphError
 
 if TYPE_CHECKING:
     from precgraph.fix import Plan
@@ -90,8 +90,12 @@ def check(
 
         raise typer.Exit(check_bytes(model, train, infer, output))
     report, context, plan = _graphs(model, train, infer, backend)
-    if output.mend(plan):
-        report, context, _ = _graphs(model, train, infer, backend)
+    if mended := output.mend(plan):
+        try:
+            report, context, _ = _graphs(model, train, infer, backend)
+        except PrecGraphError:  # no kernel, for one: then the files were better before
+            mended.undo()
+            raise
     raise typer.Exit(output.conclude(report, context))
 
 

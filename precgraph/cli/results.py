@@ -104,13 +104,13 @@ class Output:
         self.suppressions = suppress.read(path) if path else ()
         self.baseline = load(baseline) if baseline else None
 
-    def mend(self, plan: Callable[[], Plan]) -> bool:
-        """Show (``--diff``) or carry out (``--fix``) a plan; whether a file was changed, so that a check is due again.
+    def mend(self, plan: Callable[[], Plan]) -> Plan | None:
+        """Show (``--diff``) or carry out (``--fix``) a plan. It is returned if files were changed: a check is due again.
 
         What was done, and what is left to do by hand, goes to stderr.
         """
         if not (self.fix or self.diff):
-            return False
+            return None
         made = plan()
         if self.diff:
             typer.echo(made.diff(), nl=False)
@@ -120,7 +120,7 @@ class Output:
                 typer.echo(f"fixed {change.words}", err=True)
         for words in made.by_hand:
             typer.echo(f"by hand: {words}", err=True)
-        return bool(made.changes) and not self.diff
+        return made if made.changes and not self.diff else None
 
     def as_it_is(self) -> Output:
         """The same output, without mending anything."""

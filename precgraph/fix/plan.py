@@ -49,6 +49,14 @@ class Plan:
         for change in self.changes:
             _replace(change.path, change.after)
 
+    def undo(self) -> None:
+        """Put back what :meth:`apply` found."""
+        for change in self.changes:
+            if change.before:
+                _replace(change.path, change.before)
+            else:
+                change.path.unlink(missing_ok=True)
+
 
 def _replace(path: Path, text: str) -> None:
     path = path.resolve()  # a link stays a link

@@ -68,9 +68,11 @@ def _set(table: MutableMapping[str, Any], old: Mapping[str, Any], new: Mapping[s
         if a == b:
             continue
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            if key not in table:
-                table[key] = tomlkit.table()
-            yield from _set(table[key], a, b, f"{path}{key}.")
+            if key in table:
+                yield from _set(table[key], a, b, f"{path}{key}.")
+            else:  # a table that is absent stands for its defaults, and so would not once it is there
+                table[key] = b
+                yield path + key
         else:
             if b is None:
                 table.pop(key, None)

@@ -81,7 +81,7 @@ class MasterOptimizer:
                 raise TrainerError(
                     f"main_grad must be float32 {list(parameter.shape)}, not {main.dtype} {list(main.shape)}", path=name
                 )
-            parameter.main_grad = None
+            parameter.main_grad = None  # type: ignore[attr-defined]
             self._sums[name] = main.add_(self._sums[name]) if name in self._sums else main
         return self._sums
 

@@ -26,6 +26,8 @@ from trainer.metrics import Record, read_records
 PANELS = (
     ("reward/mean", "reward"), ("response/length", "response length (tokens)"), ("entropy/mean", "entropy (nats)"),
     ("mismatch/max", "max |Δ log-prob|"), ("mismatch/mean", "mean |Δ log-prob|"), ("kl/reference", "KL to reference"),
+    ("eval/pass_rate", "pass rate of held-out items"), ("mismatch/k3", "k3 estimate of the mismatch's KL"),
+    ("update/grad_norm", "norm of the gradient"),
 )  # fmt: skip
 FINAL = (
     ("reward/mean", "reward"), ("reward/pass_rate", "pass"), ("response/length", "length"), ("entropy/mean", "entropy"),
@@ -92,8 +94,8 @@ def _figure(experiments: Sequence[tuple[str, Sequence[Run]]]) -> bytes:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise TrainerError("plots need matplotlib", remedy="pip install 'precgraph[trainer]'") from error
-    figure = Figure(figsize=(13, 7), layout="constrained", dpi=110)
-    axes = figure.subplots(2, 3).flatten()
+    figure = Figure(figsize=(13, 10), layout="constrained", dpi=110)
+    axes = figure.subplots(3, 3).flatten()
     for axis, (key, title) in zip(axes, PANELS, strict=True):
         for number, (label, members) in enumerate(experiments):
             colour = COLOURS[number % len(COLOURS)]
@@ -160,12 +162,13 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
         cells = [label, str(len(members)), str(min(len(r.records) for r in members))]
         for key, _ in FINAL:
             values = [v for v in (final_value(run, key) for run in members) if v is not None]
-            cells.append(_spread(values))
+            cells.append(spread(values))
         out.append(cells)
     return out
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Mean ± standard deviation of seeds, in few digits."""
     if not values:
         return "–"
     centre = statistics.fmean(values)

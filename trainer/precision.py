@@ -97,7 +97,7 @@ def _rollout_program(table: PrecisionTable, recipe: Recipe, device: torch.device
     if table.rollout_backend != "auto":
         return recipe, table.rollout_backend
     # A CPU has one set of kernels: there, another stack's rules stand for other kernels.
-    return (recipe, "triton") if device.type == "cuda" else (stock_rules(recipe), "auto")
+    return (recipe, "triton_flash") if device.type == "cuda" else (stock_rules(recipe), "auto")
 
 
 def _invariant(program: Any) -> bool:

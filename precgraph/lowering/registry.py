@@ -77,6 +77,7 @@ _MODULES = {
 BACKENDS = {
     "reference": ("reference",),
     "triton": ("triton", "reference"),
+    "triton_flash": ("triton", "flash_attention", "reference"),
     "deep_gemm": ("cuda", "deep_gemm", "flash_attention", "triton", "reference"),
 }
 AUTO = {"cuda": "deep_gemm"}  # elsewhere the reference

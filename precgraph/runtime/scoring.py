@@ -75,7 +75,7 @@ def token_logprobs(
 
     chunks = zip(*(x.split(LOGPROB_ROWS) for x in (at, targets, divisors[at])), strict=True)
     parts = [
-        torch_checkpoint(score, hidden[:, r], i, d, use_reentrant=False)
+        torch_checkpoint(score, hidden[:, r], i, d, use_reentrant=False, preserve_rng_state=False)
         if hidden.requires_grad
         else score(hidden[:, r], i, d)
         for r, i, d in chunks

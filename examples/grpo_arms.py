@@ -1,0 +1,250 @@
+"""All precision arms side by side on one card, in parts that end in time, and the page of what they did.
+
+``grpo_arms.py run --model PATH --runs DIR --seconds 560`` converts the model once, lets one process make two steps of
+the arm ``exact`` while others compile the kernels, stops with a readable message if that fails, and then runs every arm
+and seed as a process of its own until they are done or the time is up; the same command goes on where it stopped.
+``grpo_arms.py report --runs DIR -o PREFIX`` writes curves (PNG, HTML) and a table (Markdown) from what the runs left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.config import ARMS
+from trainer.errors import TrainerError
+
+CONFIG = Path(__file__).parent / "configs" / "smollm2.toml"
+SAVING = 30.0  # seconds that the last checkpoints of all runs may take
+TRAIN = [sys.executable, "-m", "trainer.cli"]
+# Counts of tokens that decoding, prefill and micro-batches of the configuration meet (precgraph.runtime.sizes).
+DECODE, TOKENS = (128, 192, 256, 384, 512), (768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+
+
+# --------------------------------------------------------------------------------------------- run
+
+
+def run(options: argparse.Namespace) -> int:
+    """Returns the exit code: 0 if every run stands, done or to be continued."""
+    end = time.monotonic() + options.seconds
+    runs, logs = Path(options.runs), Path(options.runs) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    model = runs / "model"
+    if not (model / "config.json").exists():
+        say("converting the model")
+        convert(options.model, model)
+    common = [f"model.path={model}", *options.settings]
+    if not options.no_smoke and not smoke(common, runs, logs, options.warm):
+        return 1
+    seconds = end - SAVING - time.monotonic()
+    say(f"starting {len(options.arms) * len(options.seeds)} runs for {seconds:.0f} s")
+    started = {
+        f"{arm}-{seed}": start(command(runs / f"{arm}-{seed}", arm, seed, common, seconds), logs / f"{arm}-{seed}.log")
+        for seed in options.seeds for arm in options.arms
+    }  # fmt: skip
+    with watched(runs / "gpu.csv"):
+        codes = {name: process.wait() for name, process in started.items()}
+    for name, code in codes.items():
+        say(f"{name}: {last_line(runs / name)}" + (f"; exit code {code}, see below" if code else ""))
+        if code:
+            print(tail(logs / f"{name}.log", 30), flush=True)
+    return int(any(codes.values()))
+
+
+def command(directory: Path, arm: str, seed: int, settings: Sequence[str], seconds: float) -> list[str]:
+    """The trainer's own command: a new run, or the rest of one that has a checkpoint."""
+    limit = ["--max-seconds", f"{seconds:.0f}"]
+    if (directory / "config.toml").exists() and any((directory / "checkpoints").glob("step-*")):
+        return [*TRAIN, "resume", str(directory), *limit, *_sets(s for s in settings if s.startswith("run.steps"))]
+    own = [
+        f"run.name={directory.name}",
+        f"run.dir={directory}",
+        f"run.seed={seed}",
+        f"precision.arm={arm}",
+        "metrics.tensorboard=false",
+    ]
+    asserts = ["--assert", "mismatch/max == 0"] if arm == "exact" else []
+    return [*TRAIN, "run", str(CONFIG), *limit, *asserts, *_sets([*own, *settings])]
+
+
+def smoke(settings: Sequence[str], runs: Path, logs: Path, helpers: int) -> bool:
+    """Two small steps of the arm exact, without a mismatch; meanwhile ``helpers`` processes compile the kernels."""
+    say(f"two steps of the arm exact; {helpers} processes compile kernels")
+    begin = time.monotonic()
+    shutil.rmtree(runs / "smoke", ignore_errors=True)
+    small = ["run.steps=2", "run.eval_every=0", "rollout.groups=4", "rollout.samples=4", "eval.items=8"]
+    probe = start(command(runs / "smoke", "exact", 0, [*settings, *small], 600), logs / "smoke.log")
+    warmers = [
+        start(
+            [
+                sys.executable,
+                __file__,
+                "warm",
+                "--part",
+                str(i),
+                str(helpers),
+                *_sets([*settings, f"run.dir={runs / 'warm'}"]),
+            ],
+            logs / f"warm-{i}.log",
+        )
+        for i in range(helpers)
+    ]
+    failed = probe.wait() != 0
+    if failed:
+        for process in warmers:
+            process.kill()
+    codes = [process.wait() for process in warmers]
+    if failed:
+        print(f"the smoke run failed:\n{tail(logs / 'smoke.log', 60)}", flush=True)
+        return False
+    for i, code in enumerate(codes):
+        if code:
+            print(f"warm-{i} failed:\n{tail(logs / f'warm-{i}.log', 30)}", flush=True)
+    shutil.rmtree(runs / "smoke" / "checkpoints", ignore_errors=True)
+    say(f"smoke: {last_line(runs / 'smoke')}; {time.monotonic() - begin:.0f} s")
+    return not any(codes)
+
+
+def warm(settings: Sequence[str], part: int, parts: int) -> None:
+    """Call both programs of the arm exact or unified at some of the sizes, so that their kernels are compiled."""
+    import torch
+
+    import precgraph
+    from precgraph.runtime.contexts import PackedContext
+    from trainer.config import load
+    from trainer.models import device_of, load_policy
+    from trainer.precision import build_pair
+
+    arm = "unified" if part % 2 else "exact"
+    config = load(CONFIG, [*settings, f"precision.arm={arm}"])
+    pair = build_pair(load_policy(config.model).to(device_of(config.model.device)), config)
+    device = next(pair.actor.parameters()).device
+    sizes = [*TOKENS, *DECODE][::-1][part // 2 :: -(-parts // 2)]
+    for count in sizes:
+        ids = torch.arange(count, device=device)[None] % pair.actor.config.vocab_size
+        bounds = [*range(0, count, 64), count]
+        positions = (torch.arange(count, device=device) % 64)[None]
+        with torch.no_grad():
+            hidden = pair.program.precgraph.hidden(ids, positions, PackedContext(bounds))
+            pair.program.precgraph.logits(hidden[:, : min(count, 512)])
+        if count in TOKENS:
+            scored = precgraph.token_logprobs(
+                pair.actor, ids, cu_seq_lens=torch.tensor(bounds, device=device), entropy=True
+            )
+            scored[0].sum().backward()
+            pair.actor.zero_grad()
+
+
+def convert(source: str, target: Path) -> None:
+    """Save a model and its tokenizer as a Hugging Face directory, so that many processes load it quickly."""
+    from trainer.config import ModelTable
+    from trainer.models import load_policy, load_tokenizer
+
+    load_policy(ModelTable(path=source)).save_pretrained(target)
+    load_tokenizer(source).save_pretrained(target)
+
+
+# ----------------------------------------------------------------------------------------- helpers
+
+
+def start(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """One process with one CPU thread, all it prints in ``log``."""
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
+        "PYTHONPATH": os.pathsep.join([str(CONFIG.parents[2]), os.environ.get("PYTHONPATH", "")]),
+    }  # fmt: skip
+    return subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=log.open("ab"), stderr=subprocess.STDOUT, env=environment
+    )
+
+
+@contextmanager
+def watched(path: Path) -> Iterator[None]:
+    """Meanwhile the card's busy share and memory, once a second, where there is a driver to ask."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        yield
+        return
+    query = [tool, "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-l", "1"]
+    with path.open("ab") as out:
+        process = subprocess.Popen(query, stdout=out, stderr=subprocess.DEVNULL)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def last_line(directory: Path) -> str:
+    """How far a run came, in words."""
+    from trainer.metrics import read_records
+
+    try:
+        records = read_records(directory)
+    except TrainerError:
+        records = []
+    if not records:
+        return "no step"
+    first, last = records[0], records[-1]
+    seconds = statistics.median(r["time/step"] for r in records)
+    return (
+        f"{len(records)} steps, pass {first['reward/pass_rate']:.3f} to {last['reward/pass_rate']:.3f}, max |Δ| "
+        f"{max(r['mismatch/max'] for r in records):.2e}, {seconds:.2f} s a step, {last['memory/peak_gb']:.1f} GB"
+    )
+
+
+def tail(path: Path, lines: int) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else "(no log)"
+
+
+def say(text: str) -> None:
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+def _sets(settings: Any) -> list[str]:
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("run", help="run or continue all arms and seeds")
+    one.add_argument("--model", required=True, help="a directory, a .gguf or a hub id")
+    one.add_argument("--runs", default="runs/arms", help="where the run directories go")
+    one.add_argument("--seconds", type=float, default=560.0, help="the whole command ends within so many")
+    one.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    one.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    one.add_argument("--warm", type=int, default=8, help="processes that compile kernels during the smoke run")
+    one.add_argument("--no-smoke", action="store_true", help="for a second part")
+    two = commands.add_parser("warm", help="compile the kernels of some sizes")
+    two.add_argument("--part", nargs=2, type=int, required=True, metavar=("I", "N"))
+    for sub in (one, two):
+        sub.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=C")
+    three = commands.add_parser("report", help="curves and a table of runs")
+    three.add_argument("--runs", default="runs/arms")
+    three.add_argument("-o", "--output", type=Path, default=Path("docs/results/smollm2-arms"))
+    options = parser.parse_args()
+    if options.command == "warm":
+        warm(options.settings, *options.part)
+        return
+    if options.command == "report":
+        from trainer.report import write_report
+
+        for path in write_report(Path(options.runs), options.output):
+            print(path)
+        return
+    raise SystemExit(run(options))
+
+
+if __name__ == "__main__":
+    main()

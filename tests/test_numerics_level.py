@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -395,3 +396,19 @@ def test_prompt_files(folder: Path, tmp_path: Path) -> None:
     for text in ("[1", '["a", "b"]', "[1]", "{}"):
         bad.write_text(text)
         assert run(folder, "--prompt-file", bad).exit_code == 2
+
+
+def test_the_snippet_of_the_documentation(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It captures from stock transformers; with torch's own attention, only what attention makes differs first."""
+    text = (Path(__file__).parents[1] / "docs" / "numerics.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    snippet = snippet.replace("my-model", str(folder)).replace("[1, 52, 7, 300, 41]", str(IDS.tolist()))
+    exec(snippet, {})
+    out = tmp_path / "out.json"
+    assert run(folder, "--train", "bf16", "--infer", "hidden.safetensors", "--json", out).exit_code == 1
+    data = report(out)
+    assert data["compared"]["modules"] == 2 * 11 + 3
+    # o_proj is the last thing in self_attn: their outputs are one value, and o_proj's path is the longer one.
+    assert data["numerics"]["first"]["module"] in ("model.layers.0.self_attn", "model.layers.0.self_attn.o_proj")
+    assert data["not_proved"] == []

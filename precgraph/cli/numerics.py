@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
+    from precgraph.verify import Report
     from precgraph.verify.numerics import Measured, Numerics
 
 SUFFIX = ".safetensors"
@@ -99,7 +100,7 @@ def _run(
             writer.parameters(parameter_hashes(graph, pair.store))
             outcome = compare_runs(pair.run("train", ids), pair.run("infer", ids), ids, step, writer)
     if not stored:
-        outcome = outcome.with_report(explain(outcome.report, *pair.sides))
+        outcome = outcome.with_report(_stored_weights(explain(outcome.report, *pair.sides), infer))
     recipes = {"train": pair.sides[0].recipe.to_dict(), "infer": None if stored else pair.sides[1].recipe.to_dict()}
     context = {
         "model": name, "sides": {"train": train, "infer": infer}, "family": pair.family, "recipes": recipes,
@@ -108,6 +109,18 @@ def _run(
         "digests": {mode: graph.digest() for mode, graph in pair.graphs.items()},
     }  # fmt: skip
     return outcome, context
+
+
+def _stored_weights(report: Report, infer: str) -> Report:
+    """What is not proved of a checkpoint's directory: its own bytes, which another level compares."""
+    if not Path(infer).is_dir():
+        return report
+    from precgraph.verify.report import Finding
+    from precgraph.verify.rules import RULES
+
+    words = f"the weights that {infer} stores were not read; the rollout's were made from the masters by its rule"
+    point = Finding(RULES["not captured"].code, "", "", "weights", (), (), (), words, "compare them: --level weights")
+    return replace(report, not_proved=(*report.not_proved, point))
 
 
 def quiet() -> None:

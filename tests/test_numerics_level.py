@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, fx
 from typer.testing import CliRunner, Result
 
 from precgraph import probe
@@ -23,6 +23,9 @@ from precgraph.capture import Capture
 from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.formats import Format, QTensor, dequantize, quantize
+from precgraph.graph import PrecisionGraph
+from precgraph.lowering.lower import lower
+from precgraph.passes.pipeline import build
 from precgraph.probe import Run, compare_runs, load_pair
 from precgraph.recipe import Recipe, SelectRule
 from precgraph.runtime.store import WeightStore
@@ -30,6 +33,7 @@ from precgraph.trace import Trace, trace
 from precgraph.verify.numerics import Numerics, mismatch
 from precgraph.verify.values import compare
 from tests.families import CAUSAL_LMS, VOCABULARY, causal_lm
+from tests.surgery import insert, set_argument, set_spec, swap, swap_parameters
 
 JET = Recipe.jet_rl()
 assert JET.linear.activation is not None
@@ -412,3 +416,78 @@ def test_the_snippet_of_the_documentation(folder: Path, tmp_path: Path, monkeypa
     # o_proj is the last thing in self_attn: their outputs are one value, and o_proj's path is the longer one.
     assert data["numerics"]["first"]["module"] in ("model.layers.0.self_attn", "model.layers.0.self_attn.o_proj")
     assert data["not_proved"] == []
+
+
+# ------------------------------------------------------------------- defects planted in one program
+
+
+def _scaled(by: float) -> Callable[[fx.Graph, fx.Node], fx.Node]:
+    return lambda graph, node: graph.call_function(torch.ops.aten.mul.Tensor, (node, by))
+
+
+L0, L1 = "model.layers.0", "model.layers.1"
+KV = [f"{L1}.self_attn.{p}_proj" for p in "kv"]
+# What is done to the rollout, the causes, and the module where the two first differ.
+DEFECTS: dict[str, tuple[Callable[[PrecisionGraph], object], set[tuple[str, str, str]], str]] = {
+    "eps of the last norm": (
+        lambda g: set_argument(g, "rms_norm", "model.norm", 2, 1e-2), {("PG301", "model.norm", "rms_norm")},
+        "model.norm",
+    ),
+    "attention's scale": (
+        lambda g: set_spec(g, f"{L1}.self_attn", scale=0.125), {("PG301", f"{L1}.self_attn", "attention")},
+        f"{L1}.self_attn",
+    ),
+    "gate and up exchanged": (lambda g: swap(g, "gated", f"{L1}.mlp"), {("PG401", f"{L1}.mlp", "gated")}, f"{L1}.mlp"),
+    "key and value weights exchanged": (
+        lambda g: swap_parameters(g, *(f"{m}.weight" for m in KV)), {("PG402", m, "quantize") for m in KV}, KV[0]
+    ),
+    "another activation": (
+        lambda g: set_argument(g, "gated", f"{L0}.mlp", 2, "gelu"), {("PG301", f"{L0}.mlp", "gated")}, f"{L0}.mlp"
+    ),
+    "an operator too many": (
+        lambda g: insert(g, "rms_norm", f"{L1}.post_attention_layernorm", _scaled(1.5)),
+        {("PG404", f"{L1}.post_attention_layernorm", "aten.mul.Tensor")}, f"{L1}.post_attention_layernorm",
+    ),
+    "two, the second behind the first": (
+        lambda g: (set_argument(g, "rms_norm", f"{L0}.input_layernorm", 2, 1e-2), swap(g, "gated", f"{L1}.mlp")),
+        {("PG301", f"{L0}.input_layernorm", "rms_norm"), ("PG401", f"{L1}.mlp", "gated")}, f"{L0}.input_layernorm",
+    ),
+}  # fmt: skip
+
+
+def planted(traced: Trace, mutate: Callable[[PrecisionGraph], object]) -> Numerics:
+    """The measurement of a rollout that was changed before its kernels were chosen."""
+    infer = build(traced.graph, "infer", JET, check=True)
+    mutate(infer)
+    infer.graph.lint()
+    infer = lower(infer, "reference", torch.device("cpu"))
+    store = WeightStore(traced.tensors)
+    return compare_runs(Run(lowered(traced, "train", JET, "reference"), store, IDS), Run(infer, store, IDS), IDS)
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_planted_defects(llama: Trace, name: str) -> None:
+    mutate, causes, first = DEFECTS[name]
+    outcome = planted(llama, mutate)
+    assert found(outcome) == causes
+    assert outcome.first is not None
+    assert outcome.first.module == first
+    # Layer 0 is equal where nothing was done to it.
+    assert (dict(outcome.growth)[L0].differing == 0) == (not any(m.startswith(L0) for _, m, _ in causes))
+    assert outcome.logprobs is not None
+    assert outcome.logprobs.differing > 0
+
+
+def test_the_last_norm_changes_two_values_only(llama: Trace) -> None:
+    """Its own and the logits."""
+    outcome = planted(llama, DEFECTS["eps of the last norm"][0])
+    assert outcome.differing == 2
+    assert outcome.report.violations[0].inherited == 1
+
+
+def test_an_operator_that_changes_nothing_is_a_note(llama: Trace) -> None:
+    outcome = planted(llama, lambda g: insert(g, "rms_norm", f"{L1}.post_attention_layernorm", _scaled(1.0)))
+    assert outcome.report.ok
+    (note,) = outcome.report.notes
+    assert note.code.startswith("PG908")
+    assert "PG404" in note.message

@@ -296,7 +296,7 @@ def test_an_interrupted_install_serves_nothing(
     from precgraph.runtime.vllm import weights
 
     actor, llm = apart
-    install, count = weights._install, [0]
+    install, count = weights.install_pack, [0]
 
     def breaks(*args: Any) -> None:
         count[0] += 1
@@ -306,7 +306,7 @@ def test_an_interrupted_install_serves_nothing(
 
     train_step(actor, 4)
     actor.sync()
-    monkeypatch.setattr(weights, "_install", breaks)
+    monkeypatch.setattr(weights, "install_pack", breaks)
     with pytest.raises(PrecGraphError, match="went away"):
         llm.sync(actor)
     monkeypatch.undo()

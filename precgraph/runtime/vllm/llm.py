@@ -55,7 +55,8 @@ class Sample:
 
 
 class LLM:
-    """vLLM running the rollout program of ``model``, a checkpoint directory (or hub id) with bf16 weights.
+    """vLLM running the rollout program of ``model``, a checkpoint directory (or hub id) with bf16 weights, or a
+    directory of ``precgraph export`` with FP8 weights, which are served as the bytes that they are.
 
     ``recipe`` defaults to the actor's, or :meth:`Recipe.jet_rl`. With ``actor``, a model compiled for training or
     rollout, the engine runs in this process on the actor's own weight store: ``actor.sync()`` is all that an update
@@ -106,6 +107,7 @@ class LLM:
             "hf_overrides": {
                 **engine_args.get("hf_overrides", {}),
                 "architectures": [ARCHITECTURE], "precgraph": self.recipe.to_dict(),
+                "quantization_config": None,  # an FP8 checkpoint's, for which vLLM would look for layers of its own
             },
         }  # fmt: skip
         if self._actor is not None:

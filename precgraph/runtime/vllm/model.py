@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from precgraph import ops
+from precgraph.checkpoint import Fp8Checkpoint, layout
+from precgraph.checkpoint.files import read_json
 from precgraph.errors import UnsupportedModelError
 from precgraph.graph import PrecisionGraph
 from precgraph.loading import load_model
@@ -18,6 +21,7 @@ from precgraph.runtime.compiled import Compiled, build_lowered
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.vllm import ARCHITECTURE
 from precgraph.runtime.vllm.config import KEY, recipe_of
+from precgraph.runtime.vllm.quantized import load_quantized
 from precgraph.runtime.vllm.sizes import Sizes, sizes_of
 from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, skeleton, wire
 from precgraph.trace import require_supported, trace
@@ -39,6 +43,7 @@ class PrecGraphForCausalLM(nn.Module):
             original = skeleton(config)
             require_supported(original)
             traced = trace(original)
+            self.places = layout(original)
             if not traced.graph.causal_lm:
                 raise UnsupportedModelError(f"{type(original).__name__} is not a causal language model")
             program = build_lowered(traced.graph, "infer", recipe, "auto", device)
@@ -73,12 +78,16 @@ class PrecGraphForCausalLM(nn.Module):
         return self.compiled.logits(self.sizes.padded(hidden_states)[None])[: hidden_states.shape[0]]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill the store from a bf16 checkpoint."""
+        """Fill the store from a bf16 checkpoint, or from the files of an FP8 one, whose scales vLLM would not name."""
         store = self.compiled.store
         if not isinstance(store, RolloutStore):
             raise UnsupportedModelError(
                 "the weights are a trainer's in this process", remedy="actor.sync() refreshes them"
             )
+        folder = Path(self.checkpoint)
+        if folder.is_dir() and read_json(folder / "config.json").get("quantization_config"):
+            load_quantized(store, Fp8Checkpoint(folder), self.places)
+            return set()
         try:
             store.load(weights)
         except UnknownNameError:

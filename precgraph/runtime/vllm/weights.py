@@ -71,7 +71,7 @@ class RolloutStore(WeightStore):
         """
         self.invalid = "loading the checkpoint broke off"
         self.version = max(self.version, 1)
-        groups = _groups(self.program.packs)
+        groups = pack_groups(self.program.packs)
         waiting: dict[str, Tensor] = {}
         seen: set[str] = set()
         for name, weight in weights:
@@ -84,7 +84,7 @@ class RolloutStore(WeightStore):
                 self.masters[path].copy_(weight)
             for members in [g for g in groups if {k.path for k in g} <= waiting.keys()]:
                 groups.remove(members)
-                self._quantize(members, waiting)
+                self.fill(members, waiting)
             still = {k.path for g in groups for k in g}
             waiting = {p: w for p, w in waiting.items() if p in still}
         missing = sorted(self.parameters - seen)
@@ -109,7 +109,8 @@ class RolloutStore(WeightStore):
             )  # fmt: skip
         return path
 
-    def _quantize(self, keys: list[PackKey], masters: Mapping[str, Tensor]) -> None:
+    def fill(self, keys: list[PackKey], masters: Mapping[str, Tensor]) -> None:
+        """Make or refill the packs of one group from ``masters``, by path."""
         if keys[0] in self.packs:
             for key in keys:
                 self.packs[key].update(masters[key.path])
@@ -129,7 +130,7 @@ class RolloutStore(WeightStore):
         self.invalid = f"installing the weights of version {version} broke off"
         for key in self.program.packs:
             if key.format is not None:
-                _install(self.packs[key], tensors[key.path], tensors[key.path + SCALES])
+                install_pack(self.packs[key], tensors[key.path], tensors[key.path + SCALES])
         for path in read_directly(self.program.graph):
             self.masters[path].copy_(tensors[path])
         for key in self.program.packs:
@@ -146,7 +147,7 @@ class RolloutStore(WeightStore):
         return found
 
 
-def _install(pack: Pack, codes: Tensor, scales: Tensor) -> None:
+def install_pack(pack: Pack, codes: Tensor, scales: Tensor) -> None:
     """Write codes ``[..., N, K]`` and their scales into a pack, whose padding stays zero. FP8 is moved as bytes."""
     stored = pack.tensors()
     rows, columns = codes.shape[-2:]
@@ -157,7 +158,7 @@ def _install(pack: Pack, codes: Tensor, scales: Tensor) -> None:
         refill()
 
 
-def _groups(keys: Iterable[PackKey]) -> list[list[PackKey]]:
+def pack_groups(keys: Iterable[PackKey]) -> list[list[PackKey]]:
     """Packs that are made together."""
     groups: dict[Any, list[PackKey]] = {}
     for key in sorted(keys, key=str):

@@ -105,7 +105,7 @@ class Output:
         self.baseline = load(baseline) if baseline else None
 
     def mend(self, plan: Callable[[], Plan]) -> Plan | None:
-        """Show (``--diff``) or carry out (``--fix``) a plan. It is returned if files were changed: a check is due again.
+        """Show (``--diff``) or carry out (``--fix``) a plan, and return it if files were changed: a check is due.
 
         What was done, and what is left to do by hand, goes to stderr.
         """

@@ -100,6 +100,10 @@ class Fp8Weight:
     def tensors(self) -> dict[str, Tensor]:
         return {"codes": self.codes, "scales": self.scales}
 
+    def storage(self) -> list[Tensor]:
+        copies = self.stack.codes_t, self.stack.scales_t
+        return [self.stack.codes, self.stack.scales, *(t for t in copies if t is not None)]
+
 
 @dataclass(eq=False)
 class MasterWeight:
@@ -116,6 +120,9 @@ class MasterWeight:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"values": self.values}
+
+    def storage(self) -> list[Tensor]:
+        return [self.values]
 
 
 def padded(size: int, multiple: int = BLOCK) -> int:

@@ -31,6 +31,7 @@ class Pack(Protocol):
         """Allocate for ``master [N, K]``, quantised to ``fmt`` or, with None, in its own dtype; and fill.
 
         A class that also has ``create_group(masters, fmt) -> list`` gets the weights of a projection group together.
+        One that has ``storage() -> list`` of all its tensors, copies too, may be updated inside a CUDA graph.
         """
         ...
 

@@ -31,8 +31,7 @@ def logprobs_from_logits(
     the other rows; an entropy's last bits may.
     """
     require_temperature(temperature)
-    if logits.dtype != torch.float32:
-        logits = logits.float()
+    logits = logits.float()
     divisor = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
     if not entropy:
         return chosen_logprobs(logits, ids, divisor)
@@ -43,10 +42,11 @@ def logprobs_from_logits(
 
 
 def chosen_logprobs(logits: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
-    """:func:`logprobs_from_logits` of fp32 logits, for temperatures on their device that were checked before.
+    """:func:`logprobs_from_logits` for temperatures on the logits' device that were checked before.
 
     It never makes the host wait. On a GPU it is :mod:`precgraph.lowering.triton.logprobs`, on a CPU torch's kernel.
     """
+    logits = logits.float()
     if logits.device.type == "cuda":
         return _on_gpu(logits, ids, divisor, entropy=False)[0]
     return _at(torch.log_softmax(logits / divisor.reshape(-1, 1), dim=-1), ids)

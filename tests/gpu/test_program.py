@@ -161,3 +161,32 @@ def test_gradients_are_as_near_to_bf16_as_the_references() -> None:
     for name in ("fp8", "blocks"):
         assert mean[name] < 1.05 * mean["reference"]
         assert all(e < 1.25 * error["reference"][n] for n, e in error[name].items())
+
+
+def test_a_refresh_is_captured_once_and_refills_in_place() -> None:
+    """Every kind of refresh, eager, captured and replayed, makes the packs of a new store; nothing moves."""
+    make, config = CONFIGS["smollm2"]
+    with torch.device("cuda"):
+        model = make._from_config(config, dtype=torch.bfloat16)
+    actor = precgraph.compile(model, "train")
+    store = actor.precgraph.store
+    ids = torch.arange(50, device="cuda")[None]
+    actor(ids, labels=ids).loss.backward()  # makes the transposed copies, which the refreshes fill too
+    places = [t.data_ptr() for pack in store.packs.values() for t in pack.storage()]
+    for step in range(1, 5):
+        with torch.no_grad():
+            for parameter in actor.parameters():
+                parameter.mul_(1 + 2.0**-step)
+        actor.sync()
+        fresh = type(store)(store.masters)
+        fresh.require(store.packs)
+        for key, pack in store.packs.items():
+            for mine, theirs in zip(stored(pack), stored(fresh.packs[key]), strict=True):
+                assert torch.equal(mine, theirs), f"refresh {step}: {key}"
+    assert places == [t.data_ptr() for pack in store.packs.values() for t in pack.storage()]
+
+
+def stored(pack: Any) -> list[Tensor]:
+    """Codes as bytes, scales and values; of a weight in FP8 the transposed copy too."""
+    tensors = [*pack.tensors().values(), *(pack.transposed() if hasattr(pack, "transposed") else ())]
+    return [t.view(torch.uint8) if t.dtype.itemsize == 1 else t for t in tensors]

@@ -75,7 +75,7 @@ def test_a_batch_of_all_kinds_does_not_wait() -> None:
 
 
 def test_nan_is_seen_in_the_log_probability_and_gives_a_token_of_the_vocabulary() -> None:
-    logits, _, _ = batch(9001, 3)
+    logits = batch(9001)[0][:3]
     logits[1, 17] = torch.nan
     found = sample(logits, [SamplingParams()] * 3, [0.3] * 3)
     assert bool(((found.ids >= 0) & (found.ids < 9001)).all())
@@ -90,7 +90,7 @@ def test_log_probabilities_and_entropies_differentiate_as_torchs() -> None:
     for entropy in (False, True):
         found = logprobs_from_logits(mine, ids, temperature, entropy=True)
         logp = torch.log_softmax(oracle / temperature.double()[:, None], -1)
-        wanted = logp.gather(1, ids[:, None])[:, 0], -torch.where(logp.isinf(), 0.0, logp.exp() * logp).sum(-1)
+        wanted = logp.gather(1, ids[:, None])[:, 0], -(logp.exp() * logp.masked_fill(logp.isinf(), 0.0)).sum(-1)
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
         grads = [torch.autograd.grad(pair[entropy].sum(), x)[0] for pair, x in ((found, mine), (wanted, oracle))]

@@ -34,7 +34,7 @@ def unavailable(device: torch.device) -> LoweringError | None:
     """Why this folder's kernels cannot run on ``device``."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return LoweringError(
-            "this kernel needs a Hopper GPU (compute capability 9.0)", remedy='use backend="reference", or a bf16 recipe'
+            "this kernel needs a Hopper GPU (compute capability 9.0)", remedy='use backend="reference"'
         )
     try:
         compile_source(_SOURCE)

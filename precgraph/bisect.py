@@ -60,14 +60,17 @@ class Bisection:
         """What the sum of the shares says, in words."""
         if not self.total.k3:
             return "the log-probabilities do not differ, so there is nothing to share out"
-        total = f"single effects add up to {self.explained:.0%} of the mismatch: "
-        if min(p.share for p in self.parts) < -0.05:
-            return total + "errors of some parts cancel those of others, so giving these back alone makes it worse"
-        if abs(self.explained - 1) <= 0.1:
-            return total + "the parts act nearly independently"
-        if self.explained > 1:
-            return total + "they overlap, so giving several back gains less than their sum"
-        return total + "what is missing needs several parts at once, or one that cannot be given back alone"
+        words = f"single effects add up to {self.explained:.0%} of the mismatch: "
+        worse = [p.name for p in self.parts if p.share < -0.05]
+        if self.explained > 1.1:
+            words += "they overlap, so shares say which parts matter most and are no fractions of a whole"
+        elif self.explained < 0.9:
+            words += "what is missing needs several parts at once, or one that cannot be given back alone"
+        else:
+            words += "the parts act nearly independently" if not worse else "gains and losses balance"
+        return words + (
+            f"; errors of {', '.join(worse)} cancel others, so giving them back makes it worse" * bool(worse)
+        )
 
 
 def bisect(pair: Pair, ids: Tensor, by: str = "roles", step: Step = lambda _: None) -> Bisection:

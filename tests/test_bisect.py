@@ -140,7 +140,8 @@ def test_interaction_in_words() -> None:
     assert "97%" in words(0.5, 0.47) and "independently" in words(0.5, 0.47)
     assert "overlap" in words(0.9, 0.8)
     assert "several parts at once" in words(0.2)
-    assert "cancel" in words(1.3, -0.3)
+    assert "balance" in words(1.3, -0.3) and "cancel" in words(1.3, -0.3)
+    assert "no fractions" in words(4.0, -0.3) and "cancel" in words(4.0, -0.3)
 
 
 def test_command_line(tmp_path: Path) -> None:

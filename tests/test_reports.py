@@ -15,16 +15,23 @@ import pytest
 from jsonschema import Draft202012Validator, ValidationError
 from typer.testing import CliRunner, Result
 
+from precgraph import PrecisionGraph, Recipe
+from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.errors import CheckError, InputError
-from precgraph.report import build, github, html, junit, load, sarif, schema, verdict
+from precgraph.report import build, github, html, junit, layer, load, sarif, schema, svg, verdict
 from precgraph.report.html import recipe_rows
+from precgraph.report.layer import drawn_parts
 from precgraph.report.layout import layout
 from precgraph.report.suppress import Suppression
+from precgraph.trace import trace
+from precgraph.verify import check_inclusion
 from precgraph.verify.report import Report
 from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
+from tests.families import meta_lm
 from tests.reports import HOSTILE, document, finding, graph_context, hostile_document
+from tests.surgery import remove, set_argument, set_dtype, set_rule
 
 ROOT = Path(__file__).parents[1]
 SUPPRESSED = Suppression("PG105", "model.layers.0.**", "known in the engine")
@@ -371,3 +378,68 @@ def test_a_long_edge_does_not_cross_a_box() -> None:
     plan = layout(names, [("a", "b"), ("b", "c"), ("c", "d"), ("d", "e"), ("a", "e")], (100, 40), (10, 30), 8)
     for x, _ in plan.routes["a", "e"][1:-1]:
         assert all(not left <= x <= left + 100 for left, _ in (plan.places[n] for n in "bcd"))
+
+
+# ------------------------------------------------------------------------------- parts of real graphs
+
+
+@pytest.fixture(scope="module")
+def graphs() -> tuple[PrecisionGraph, PrecisionGraph]:
+    traced = trace(meta_lm("llama"))
+    train, infer = (lowered(traced, mode, Recipe.jet_rl(), "reference") for mode in ("train", "infer"))
+    return train, infer
+
+
+def drawn(train: PrecisionGraph, infer: PrecisionGraph) -> tuple[list[dict[str, Any]], dict[str, svg.Mark], str]:
+    """The parts, the marks of their nodes, and the page."""
+    report = check_inclusion(train, infer)
+    data = build(report, graph_context(parts=drawn_parts(train, infer, report)))
+    valid(json.loads(json.dumps(data)))
+    return data["parts"], svg.marks(data), html.render(data)
+
+
+def test_a_consistent_program_shows_its_first_layer(graphs: tuple[PrecisionGraph, PrecisionGraph]) -> None:
+    ((part,), marks, page) = drawn(*graphs)
+    assert (part["segment"], part["layers"], part["left_out"]) == ("model.layers.0", 2, 0)
+    inside = [n for n in part["nodes"] if not n["outside"]]
+    records = [r for r in graphs[1].records() if r.precision.segment == "model.layers.0" and r.parameter is None]
+    assert [n["name"] for n in inside] == [r.name for r in records]
+    edges = {(p, r.name, place) for r in records for place, p in r.operands if not p.startswith("model_")}
+    assert set(map(tuple, part["edges"])) == edges
+    assert not marks and page.count("<rect") == len(part["nodes"])
+
+
+def test_the_layer_with_the_difference_is_drawn_and_marked(graphs: tuple[PrecisionGraph, PrecisionGraph]) -> None:
+    infer = graphs[1].copy()
+    set_rule(infer, "rms_norm", "model.layers.1.input_layernorm", cast="after_weight")
+    set_dtype(infer, "rms_norm", "model.norm", "float16")
+    parts, marks, page = drawn(graphs[0], infer)
+    assert [p["segment"] for p in parts] == ["model.layers.1", "head"]
+    places = {n["name"]: n["module"] for p in parts for n in p["nodes"] if n["name"] in marks}
+    assert sorted(places.values()) == ["model.layers.1.input_layernorm", "model.norm"]
+    assert page.count('class="node violation"') == 2
+
+
+def test_an_operator_that_the_rollout_lacks_is_drawn_between_its_neighbours(
+    graphs: tuple[PrecisionGraph, PrecisionGraph],
+) -> None:
+    infer = graphs[1].copy()
+    remove(infer, "quantize", "model.layers.1.mlp")
+    ((part,), marks, page) = drawn(graphs[0], infer)
+    (lacking,) = [n for n in part["nodes"] if n["side"] == "train"]
+    assert lacking["name"] in marks and lacking["module"] == "model.layers.1.mlp"
+    ops = {n["name"]: n["op"] for n in part["nodes"]}
+    assert [ops[a] for a, b, _ in part["edges"] if b == lacking["name"]] == ["gated"]
+    assert [ops[b] for a, b, _ in part["edges"] if a == lacking["name"]] == ["linear"]
+    assert page.count('class="node violation"') == 1
+
+
+def test_a_part_that_is_too_large_keeps_what_is_marked(
+    graphs: tuple[PrecisionGraph, PrecisionGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layer, "MOST", 5)
+    infer = graphs[1].copy()
+    set_argument(infer, "gated", "model.layers.1.mlp", 2, "gelu")
+    ((part,), marks, _) = drawn(graphs[0], infer)
+    inside = {n["name"] for n in part["nodes"] if not n["outside"]}
+    assert len(inside) == 5 and set(marks) <= inside and part["left_out"] > 0

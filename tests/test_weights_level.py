@@ -21,6 +21,7 @@ from precgraph.cli import app
 from precgraph.formats import QTensor, dequantize
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
+from precgraph.report import load
 from precgraph.verify import Report
 from precgraph.verify.weights import check_weights
 from tests.families import causal_lm
@@ -319,3 +320,29 @@ def test_every_fault_in_smollm2(smollm2: PreTrainedModel, tmp_path: Path) -> Non
     selection = select(load_config_model(masters), Recipe.jet_rl())
     assert len(selection.quantized) == 210 and len(plants) == 30
     assert codes(outcome(masters, bad, selection)) == wanted
+
+
+def test_a_skip_list_that_says_otherwise_is_mended(masters: Path, exported: Path, tmp_path: Path) -> None:
+    def run(folder: Path, *args: object) -> Any:
+        options = ["--level", "weights", "--infer", folder, *args]
+        return CliRunner().invoke(app, ["check", str(masters), *map(str, options)])
+
+    def plant(stored: Tensors, ours: Tensors, config: dict[str, Any]) -> None:
+        config[SKIP]["modules_to_not_convert"] = ["mlp.down_proj"]  # all in FP8, and the head is not named
+
+    bad = planted(plant, masters, exported, tmp_path / "x")
+    before = (bad / "config.json").read_text()
+    shown = run(bad, "--diff")
+    assert shown.exit_code == 1 and '"mlp.down_proj"' in shown.stdout
+    assert (bad / "config.json").read_text() == before
+    result = run(bad, "--fix", "--json", tmp_path / "r.json")
+    assert result.exit_code == 0, result.output
+    assert load(tmp_path / "r.json")["compared"]["tensors"] > 0
+    right = json.loads((exported / "config.json").read_text())[SKIP]["modules_to_not_convert"]
+    assert json.loads((bad / "config.json").read_text())[SKIP]["modules_to_not_convert"] == right
+
+    other = planted(put(DOWN, rule(source="float32")), masters, exported, tmp_path / "y")
+    kept = (other / "config.json").read_text()
+    unfixed = run(other, "--fix")
+    assert unfixed.exit_code == 1 and "by hand: PG106" in unfixed.stderr
+    assert (other / "config.json").read_text() == kept

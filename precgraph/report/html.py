@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -27,6 +28,7 @@ def render(document: Mapping[str, Any]) -> str:
             groups=[group for group in groups if group[2]],
             parts=[(part, svg.draw(part, svg.marks(document))) for part in document.get("parts", [])],
             fixes=_fixes(document),
+            rules=_rules(document),
             recipes=recipe_rows(document.get("recipes", {})),
             kernels=document["compared"].get("kernels", {}),
         )
@@ -43,19 +45,24 @@ def _template() -> Any:
 
 
 def _fixes(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What to do, each remedy once, with the rules that it is for and where."""
-    known = {rule.code: (rule, WHY.get(key)) for key, rule in RULES.items()}
+    """What to do, each remedy once, with the codes that it is for."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows_of(document, "violation"):
         entry = found.setdefault(row["remedy"], {"remedy": row["remedy"], "codes": {}, "count": 0})
-        rule, why = known.get(row["code"], (None, None))
-        entry["codes"][row["code"]] = {
-            "words": rule.words if rule else "",
-            "why": why.why if why else "",
-            "effect": why.effect if why else "",
-        }
+        entry["codes"] |= dict.fromkeys(row["codes"])
         entry["count"] += row["count"]
     return list(found.values())
+
+
+def _rules(document: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The rules that violations are about, in the order of their codes, as far as this version knows them."""
+    wanted = {number for row in rows_of(document, "violation") for number in row["codes"]}
+    found = []
+    for key, rule in RULES.items():
+        if rule.code.partition(" ")[0] in wanted:
+            why = WHY[key]
+            found.append({"code": rule.code, "words": rule.words, **asdict(why)})
+    return sorted(found, key=lambda rule: rule["code"])
 
 
 def recipe_rows(recipes: Mapping[str, Any]) -> list[tuple[str, str, str]]:

@@ -8,12 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from precgraph.report.document import rows_of, verdict
+from precgraph.report.families import FAMILIES, families
 
-FAMILIES = {
-    "PG0": "settings of the check", "PG1": "formats", "PG2": "dtypes and numeric rules", "PG3": "constants",
-    "PG4": "structure", "PG5": "kernels", "PG6": "stored bytes", "PG7": "environment",
-}  # fmt: skip
-_LEVELS = {"graph": ("PG0", "PG1", "PG2", "PG3", "PG4", "PG5"), "weights": ("PG0", "PG1", "PG6")}
 # XML 1.0 has no character for these, escaped or not.
 _ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -40,7 +36,7 @@ def render(document: Mapping[str, Any]) -> str:
 
 def _cases(document: Mapping[str, Any]) -> Iterator[ET.Element]:
     rows = rows_of(document, "violation", "suppressed", "known")
-    families: dict[str, list[dict[str, Any]]] = {key: [] for key in _LEVELS.get(document["level"], ())}
+    families: dict[str, list[dict[str, Any]]] = {key: [] for key in families(document["level"])}
     for row in rows:
         families.setdefault(row["code"][:3], []).append(row)
     for family, members in families.items():

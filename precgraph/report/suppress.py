@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from precgraph.errors import InputError
+from precgraph.report.families import families
 from precgraph.verify.report import Finding
 from precgraph.verify.rules import RULES
 
@@ -75,10 +76,8 @@ def judge(violations: Sequence[Finding], suppressions: Sequence[Suppression], le
 
 
 def _can_occur(entry: Suppression, level: str) -> bool:
-    """Whether a level can find a code at all: bytes belong to level weights, which finds formats besides."""
-    if entry.level:
-        return True
-    return entry.code[:3] in ("PG1", "PG6") if level == "weights" else entry.code[:3] != "PG6"
+    """Whether a level can find a code at all; an entry that names the level says so itself."""
+    return bool(entry.level) or entry.code[:3] in families(level)
 
 
 def _unused(entry: Suppression) -> Finding:

@@ -11,6 +11,8 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 # The GPU targets run in the caller's own environment, with its own torch.
 GPU_PYTHON ?= python3
 PYTEST_ARGS ?=
+# Sizes at the borders of blocks; what memcheck slows a hundredfold has to be small.
+MEMCHECK ?= 129 or small or borders
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -69,6 +71,12 @@ bench: $(STAMP) ## the CPU benchmarks: every script in benchmarks/
 .PHONY: test-gpu
 test-gpu: ## the GPU tests, in the current environment; in several processes, for kernels compile on first use
 	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -n 8 --dist worksteal tests/gpu $(PYTEST_ARGS)
+
+.PHONY: memcheck-gpu
+memcheck-gpu: ## the kernel tests at small sizes under compute-sanitizer's memcheck, without torch's memory cache
+	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 \
+		$(GPU_PYTHON) -m pytest -m gpu -p no:xdist tests/gpu/test_triton_*.py tests/gpu/test_cuda_wgrad.py \
+		-k '$(MEMCHECK)' $(PYTEST_ARGS)
 
 .PHONY: bench-gpu
 bench-gpu: ## the GPU benchmarks, every script in benchmarks/gpu/, in the current environment

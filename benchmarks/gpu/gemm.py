@@ -1,0 +1,107 @@
+"""FP8 GEMMs of Qwen3-8B's layers on one card: what the program calls against the libraries, operands at hand.
+
+``python benchmarks/gpu/gemm.py``. FProp against a bare DeepGEMM call (what the path around it costs), WGrad against
+DeepGEMM's 1D1D kernel with its zero fill and cast, cuBLASLt's, and bf16; errors against float64 on Gaussian data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, scaled_mm
+
+from benchmarks.common.results import Result, append
+from precgraph.formats import Format, QTensor
+from precgraph.lowering import deep_gemm
+from precgraph.lowering.cuda import wgrad
+from precgraph.lowering.packs import Fp8Weight
+from precgraph.lowering.triton.quantize import new_weight, quantize_rows, quantize_tokens, quantize_weight
+
+ROWS, TOKENS, BLOCKS = (Format("float8_e4m3fn", g) for g in ("1x128", "128x1", "128x128"))
+T, REPEATS = 8192, 15
+# Rows and columns of a weight: q, k and v; o; gate and up; down.
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate-up": (24576, 4096), "down": (4096, 12288)}
+CHECKED = 256  # rows of a WGrad that are compared with float64
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16()
+
+
+def microseconds(call: Callable[[], object]) -> float:
+    """Median over events, after a warm-up."""
+    for _ in range(3):
+        call()
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(REPEATS)]
+    for start, stop in events:
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize()
+    return 1000 * sorted(start.elapsed_time(stop) for start, stop in events)[REPEATS // 2]
+
+
+def fprop(N: int, K: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    weight, x = Fp8Weight.create(randn(N, K), BLOCKS), quantize_rows(randn(1, T, K), ROWS)
+    out = torch.empty(T, N, dtype=torch.bfloat16, device="cuda")
+    operands = (x.codes, x.scales), (weight.codes, weight.scales)
+    raw = deep_gemm._module().fp8_gemm_nt
+
+    def bare() -> Tensor:
+        raw(*operands, out, disable_ue8m0_cast=True)
+        return out
+
+    plain_x, plain = randn(T, K), randn(N, K)
+    yield "FProp, program", lambda: deep_gemm.fp8_linear(x, weight, None)
+    yield "FProp, bare DeepGEMM", bare
+    yield "FProp, bf16", lambda: plain_x @ plain.t()
+
+
+def wgrads(dy: Tensor, x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    left, right, square = quantize_tokens(dy[None], TOKENS), quantize_tokens(x[None], TOKENS), blocks(x)
+    one = ScalingType.BlockWise1x128
+
+    def library() -> Tensor:
+        a, b = left.codes.t(), right.codes.t()
+        return scaled_mm(a, b.t(), left.scales.t(), one, right.scales.t(), one, output_dtype=torch.bfloat16)
+
+    yield "WGrad, program", lambda: wgrad.fp8_wgrad(left, right)
+    yield "WGrad, DeepGEMM 1D1D", lambda: deep_gemm.fp8_wgrad(left, right)
+    yield "WGrad, cuBLASLt", library
+    yield "WGrad, x in 128x128", lambda: deep_gemm.fp8_wgrad(left, square)
+    yield "WGrad, bf16", lambda: dy.t() @ x
+
+
+def blocks(x: Tensor) -> QTensor:
+    """``x [T, K]`` in 128x128 blocks, stored transposed."""
+    codes, scales, codes_t, scales_t = new_weight(x.shape, BLOCKS, x.device)
+    quantize_weight(x, BLOCKS, codes, scales, codes_t, scales_t)
+    return QTensor(codes_t.t(), scales_t.t(), x[None].shape, BLOCKS)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    results = []
+    for name, (N, K) in SHAPES.items():
+        dy, x = randn(T, N), randn(T, K)
+        right = dy[:, :CHECKED].double().t() @ x.double()
+        for what, call in (*fprop(N, K), *wgrads(dy, x)):
+            time = microseconds(call)
+            shape = f"{name}, {T}x{N}x{K}"
+            results += [
+                Result(shape, what, time, "us"),
+                Result(shape, f"{what}, rate", 2 * T * N * K / time / 1e6, "TFLOP/s"),
+            ]
+            line = f"{shape:28s} {what:24s} {time:8.1f} us {2 * T * N * K / time / 1e6:6.0f} TFLOP/s"
+            if what.startswith("WGrad"):
+                error = float((call()[:CHECKED].double() - right).norm() / right.norm())
+                results.append(Result(shape, f"{what}, relative error", error, "1"))
+                line += f"  error {error:.5f}"
+            print(line, flush=True)
+    append("gemm", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -40,9 +40,11 @@ def test_fused_with_the_residual_and_the_quantisers(width: int) -> None:
             if tokens_fmt is not None:
                 assert made.tokens is not None
                 assert_quantized(made.tokens, right, TOKENS)
-        made = norm.fused_norm(x, None, weight, EPS, rows_fmt=ROWS, tokens_fmt=TOKENS, want_normed=False)
-        assert made.sum is None and made.normed is None and made.tokens is not None
-        assert_quantized(made.tokens, elementwise.rms_norm(x, weight, EPS), TOKENS)
+        for rows_fmt in (ROWS, None):
+            made = norm.fused_norm(x, None, weight, EPS, rows_fmt=rows_fmt, tokens_fmt=TOKENS, want_normed=False)
+            assert made.sum is None and made.normed is None and made.tokens is not None
+            assert (made.rows is None) == (rows_fmt is None)
+            assert_quantized(made.tokens, elementwise.rms_norm(x, weight, EPS), TOKENS)
 
 
 @pytest.mark.parametrize("width", [576, 4096, 8192])

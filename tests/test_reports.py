@@ -180,6 +180,20 @@ def test_reports_need_no_torch(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["1 0", "[]"]
 
 
+# ------------------------------------------------------------------------------------------ terminal
+
+
+def test_a_terminal_shows_hostile_names_on_lines_of_ours(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    old = document(*(finding(module=name) for name in HOSTILE))
+    for data in (hostile_document(), document(baseline=old)):
+        path.write_text(json.dumps(data))
+        text = run("report", path).stdout
+        assert "\x1b" not in text and "\x00" not in text
+        assert not [line for line in text.splitlines() if line.lstrip().startswith("::")]
+        assert "<script>alert(1)</script>" in text
+
+
 # -------------------------------------------------------------------------------------------- github
 
 

@@ -111,15 +111,17 @@ class Output:
         """
         if not (self.fix or self.diff):
             return None
+        from precgraph.report import one_line
+
         made = plan()
         if self.diff:
             typer.echo(made.diff(), nl=False)
         else:
             made.apply()
             for change in made.changes:
-                typer.echo(f"fixed {change.words}", err=True)
+                typer.echo(one_line(f"fixed {change.words}"), err=True)
         for words in made.by_hand:
-            typer.echo(f"by hand: {words}", err=True)
+            typer.echo(one_line(f"by hand: {words}"), err=True)
         return made if made.changes and not self.diff else None
 
     def as_it_is(self) -> Output:

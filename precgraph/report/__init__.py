@@ -3,6 +3,6 @@
 Nothing here imports torch, but for :mod:`.layer`, which reads graphs.
 """
 
-from precgraph.report.document import build, load, rows_of, schema, verdict
+from precgraph.report.document import build, load, one_line, rows_of, schema, verdict
 
-__all__ = ["build", "load", "rows_of", "schema", "verdict"]
+__all__ = ["build", "load", "one_line", "rows_of", "schema", "verdict"]

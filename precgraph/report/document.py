@@ -130,6 +130,11 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
     return word, text
 
 
+def one_line(text: str) -> str:
+    """The text on one line without control characters: names of a checkpoint reach terminals and logs of CI."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
 # ------------------------------------------------------------------------------------------ parts
 
 

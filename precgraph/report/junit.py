@@ -36,10 +36,10 @@ def render(document: Mapping[str, Any]) -> str:
 
 def _cases(document: Mapping[str, Any]) -> Iterator[ET.Element]:
     rows = rows_of(document, "violation", "suppressed", "known")
-    families: dict[str, list[dict[str, Any]]] = {key: [] for key in families(document["level"])}
+    groups: dict[str, list[dict[str, Any]]] = {key: [] for key in families(document["level"])}
     for row in rows:
-        families.setdefault(row["code"][:3], []).append(row)
-    for family, members in families.items():
+        groups.setdefault(row["code"][:3], []).append(row)
+    for family, members in groups.items():
         group = f"precgraph.{document['level']}.{family}xx {FAMILIES.get(family, '')}".rstrip()
         if not members:
             yield ET.Element("testcase", classname=group, name="no difference")

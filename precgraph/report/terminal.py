@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from precgraph.report.document import rows_of, verdict
+from precgraph.report.document import one_line, rows_of, verdict
 
 TITLES = {
     "violation": ("Root causes", "red"),
@@ -24,7 +24,7 @@ _COLOURS = {"consistent": "green", "accepted": "yellow", "unclean": "red", "inco
 def show(document: Mapping[str, Any], out: Console) -> None:
     """Print a document."""
     for line in summary(document):
-        out.print(escape(line), highlight=False)
+        out.print(_safe(line), highlight=False)
     kernels = document["compared"].get("kernels")
     if kernels:
         out.print(_kernel_table(kernels))
@@ -35,9 +35,9 @@ def show(document: Mapping[str, Any], out: Console) -> None:
     if document["fixed"]:
         out.print(f"Fixed since the baseline: {len(document['fixed'])}")
         for f in document["fixed"]:
-            out.print(escape(f"  {f['code']}  {f['module'] or '(model)'}"), highlight=False)
+            out.print(_safe(f"  {f['code']}  {f['module'] or '(model)'}"), highlight=False)
     word, rest = verdict(document)
-    out.print(f"[bold {_COLOURS[word]}]{word}:[/] {escape(rest)}")
+    out.print(f"[bold {_COLOURS[word]}]{word}:[/] {_safe(rest)}")
 
 
 def summary(document: Mapping[str, Any]) -> list[str]:
@@ -80,7 +80,7 @@ def _kernel_table(kernels: Mapping[str, int]) -> Table:
     table = Table("kernel (numerics id)", "nodes", title="What runs the rollout", title_justify="left")
     table.columns[1].justify = "right"
     for name, count in kernels.items():
-        table.add_row(escape(name), str(count))
+        table.add_row(_safe(name), str(count))
     return table
 
 
@@ -93,9 +93,18 @@ def _findings(title: str, rows: Sequence[Mapping[str, Any]], colour: str) -> Tab
         least, most = widths.get(heading, (None, None))
         table.add_column(heading, overflow="fold", min_width=least, max_width=most)
     for row in rows:
-        where = f"{row['module'] or '(model)'}\n{row['op']}" + (f", {row['count']} nodes" if row["count"] > 1 else "")
+        where = f"{_safe(row['module'] or '(model)')}\n{_safe(row['op'])}" + (
+            f", {row['count']} nodes" if row["count"] > 1 else ""
+        )
         where += f"\n+ {row['inherited']} nodes inherit it" if row["inherited"] else ""
-        columns = ["\n".join(row[key]) for key in ("attributes", "train", "infer")]
-        cells = [where, columns[0] or row["message"], columns[1], columns[2], row.get("reason") or row["remedy"]]
-        table.add_row(f"[{colour}]{row['code']}[/]", *map(escape, cells))
+        columns = ["\n".join(map(_safe, row[key])) for key in ("attributes", "train", "infer")]
+        last_cell = _safe(row.get("reason") or row["remedy"])
+        table.add_row(
+            f"[{colour}]{_safe(row['code'])}[/]", where, columns[0] or _safe(row["message"]), *columns[1:], last_cell
+        )
     return table
+
+
+def _safe(text: str) -> str:
+    """No markup of rich's, and no line of its own."""
+    return escape(one_line(text))

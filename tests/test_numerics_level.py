@@ -23,11 +23,12 @@ from precgraph.capture import Capture
 from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.formats import Format, QTensor, dequantize, quantize
-from precgraph.graph import PrecisionGraph
+from precgraph.graph import PrecisionGraph, annotate
 from precgraph.lowering.lower import lower
 from precgraph.passes.pipeline import build
 from precgraph.probe import Run, compare_runs, load_pair
 from precgraph.recipe import Recipe, SelectRule
+from precgraph.report import load
 from precgraph.runtime.store import WeightStore
 from precgraph.trace import Trace, trace
 from precgraph.verify.numerics import Numerics, mismatch
@@ -187,8 +188,8 @@ def run(*args: object) -> Result:
 
 
 def report(path: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(path.read_text())
-    return data
+    """A document that fits the published schema."""
+    return load(path)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -338,7 +339,7 @@ def test_hidden_states_of_stock_transformers(folder: Path, tmp_path: Path) -> No
     save_file(hooked(model, IDS, MODULES), path)
     result = run(folder, "--train", "bf16", "--infer", path, "--json", out)
     assert result.exit_code == 0, result.output
-    assert report(out)["compared"] == {"modules": len(MODULES), "differing": 0}
+    assert report(out)["compared"] == {"modules": len(MODULES), "differing": 0, "hidden": 0}
     assert report(out)["numerics"]["logprobs"]["differing"] == 0
     assert run(folder, "--train", "jet_rl", "--infer", path, "--json", out).exit_code == 1
     data = report(out)
@@ -476,6 +477,37 @@ def test_planted_defects(llama: Trace, name: str) -> None:
     assert (dict(outcome.growth)[L0].differing == 0) == (not any(m.startswith(L0) for _, m, _ in causes))
     assert outcome.logprobs is not None
     assert outcome.logprobs.differing > 0
+
+
+def test_programs_that_are_not_cut_alike_run_one_after_the_other(llama: Trace) -> None:
+    """A training program in one piece, as a value that two later segments read makes it."""
+    train = lowered(llama, "train", JET, "reference")
+    for node in train:
+        annotate(node, segment="model")
+    store = WeightStore(llama.tensors)
+    runs = Run(train, store, IDS), Run(lowered(llama, "infer", JET, "reference"), store, IDS)
+    assert (len(runs[0].segments), len(runs[1].segments)) == (1, 4)
+    outcome = compare_runs(*runs, IDS)
+    assert outcome.report.ok
+    assert outcome.hidden == outcome.differing == 0
+
+
+def test_values_are_dropped_layer_by_layer(llama: Trace) -> None:
+    """What is left between two layers: the residual, RoPE's tables, what the caller gave and no weights."""
+    run_ = Run(lowered(llama, "infer", JET, "reference"), WeightStore(llama.tensors), IDS)
+    for index in range(2):
+        run_.segment(index, lambda _, value: value)
+        run_.release()
+        tensors = [v for v in run_.live.values() if isinstance(v, Tensor)]
+        assert len(tensors) == 3
+        assert not run_.store.packs
+
+
+def test_another_models_capture_does_not_fit(captured: Path, tmp_path: Path) -> None:
+    causal_lm("qwen2").save_pretrained(tmp_path / "qwen2")
+    result = run(tmp_path / "qwen2", "--infer", captured)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "on one side and" in result.stderr
 
 
 def test_the_last_norm_changes_two_values_only(llama: Trace) -> None:

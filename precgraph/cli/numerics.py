@@ -53,7 +53,7 @@ def check_values(
             outcome, context = _run(model, train, infer, backend, probe, capture, step)
     context |= {"level": "numerics", "numerics": measures(outcome)}
     unit = "modules" if outcome.report.unit == "modules" else "values"
-    context["compared"] = {unit: outcome.report.compared, "differing": outcome.differing}
+    context["compared"] = {unit: outcome.report.compared, "differing": outcome.differing, "hidden": outcome.hidden}
     if output.formats.json_to != "-":
         show(outcome)
     return output.conclude(outcome.report, context)
@@ -209,6 +209,8 @@ def show(outcome: Numerics) -> None:
         out.print(
             f"first divergence: [bold]{first.module or '(model)'}[/], {first.op} ({_words(first)})", highlight=False
         )
+    if outcome.hidden:
+        out.print(f"{outcome.hidden} nodes inside fused kernels, or not captured, have no value to compare")
     if outcome.causes:
         out.print(_causes(outcome.causes))
     if outcome.differing:

@@ -201,4 +201,5 @@ def _effective(value: Any, known: Variable) -> str | None:
 def _finding(kind: str, op: str, name: str, a: Any, b: Any, words: str) -> Finding:
     rule = RULES[kind]
     values = ["not set" if v is None and op == "variable" else "none" if v is None else str(v) for v in (a, b)]
-    return Finding(rule.code, "", "", op, (name,), (values[0],), (values[1],), words, rule.remedy)
+    remedy = f"{rule.remedy}: {words}"  # whoever reads only what to do should know why
+    return Finding(rule.code, "machine", "", op, (name,), (values[0],), (values[1],), words, remedy)

@@ -55,7 +55,8 @@ class LogProbs:
 @dataclass(frozen=True, slots=True)
 class Numerics:
     """The outcome: findings (``report``), the ``first`` node that differs, the ``causes`` that do so by themselves,
-    ``growth`` from segment to segment, and the log-probabilities at the end."""
+    ``growth`` from segment to segment, and the log-probabilities at the end. ``hidden`` nodes that are pairs were never
+    shown (a fused kernel makes their values, or a capture lacks them), and so not compared."""
 
     report: Report
     first: Measured | None
@@ -63,6 +64,7 @@ class Numerics:
     growth: tuple[tuple[str, Delta], ...]
     logprobs: LogProbs | None
     differing: int
+    hidden: int = 0
 
     @property
     def exit_code(self) -> int:
@@ -167,7 +169,7 @@ class Comparison:
         differing = [i for i in order if self._deltas[i].differs]
         return Numerics(
             report, self._measured(differing[0]) if differing else None, tuple(map(self._measured, causes)),
-            tuple(self._growth(order)), self._logprobs, len(differing),
+            tuple(self._growth(order)), self._logprobs, len(differing), len(self.train_of) - len(order),
         )  # fmt: skip
 
     def _measured(self, name: str) -> Measured:

@@ -328,7 +328,7 @@ def test_a_skip_list_that_says_otherwise_is_mended(masters: Path, exported: Path
         return CliRunner().invoke(app, ["check", str(masters), *map(str, options)])
 
     def plant(stored: Tensors, ours: Tensors, config: dict[str, Any]) -> None:
-        config[SKIP]["modules_to_not_convert"] = ["mlp.down_proj"]  # all in FP8, and the head is not named
+        config[SKIP]["modules_to_not_convert"].append("mlp.down_proj")  # all of which are in FP8
 
     bad = planted(plant, masters, exported, tmp_path / "x")
     before = (bad / "config.json").read_text()
@@ -340,6 +340,16 @@ def test_a_skip_list_that_says_otherwise_is_mended(masters: Path, exported: Path
     assert load(tmp_path / "r.json")["compared"]["tensors"] > 0
     right = json.loads((exported / "config.json").read_text())[SKIP]["modules_to_not_convert"]
     assert json.loads((bad / "config.json").read_text())[SKIP]["modules_to_not_convert"] == right
+
+    def plain(stored: Tensors, ours: Tensors, config: dict[str, Any]) -> None:
+        stored[UP] = ours[UP].bfloat16()  # of another precision, and not named either
+        del stored[f"{UP}_scale_inv"]
+
+    third = planted(plain, masters, exported, tmp_path / "z")
+    assert run(third, "--fix", "--json", tmp_path / "r.json").exit_code == 1
+    assert {f["code"] for f in load(tmp_path / "r.json")["violations"]} == {"PG613 layer precision"}
+    wanted = sorted([*right, UP.removesuffix(".weight")])
+    assert sorted(json.loads((third / "config.json").read_text())[SKIP]["modules_to_not_convert"]) == wanted
 
     other = planted(put(DOWN, rule(source="float32")), masters, exported, tmp_path / "y")
     kept = (other / "config.json").read_text()

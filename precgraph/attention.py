@@ -81,9 +81,14 @@ def _huggingface_attention(
     softcap: float | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface (5.x): ``q [B, H, T, D]``, returns ``[B, T, H, D]``."""
-    if dropout or kwargs.get("s_aux") is not None or not getattr(module, "is_causal", True):
+    if kwargs.get("s_aux") is not None:
         raise UnsupportedModelError(
-            f"{type(module).__name__}: attention with dropout, sinks or without a causal mask has no exact kernel"
+            f"{type(module).__name__}: attention with sinks (a learned logit a head) has no exact kernel",
+            remedy="GPT-OSS is not served: its sinks, and its experts with biases and interleaved, transposed weights",
+        )
+    if dropout or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError(
+            f"{type(module).__name__}: attention with dropout or without a causal mask has no exact kernel"
         )
     extra = [k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in _HARMLESS]
     if extra:

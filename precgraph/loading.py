@@ -176,6 +176,8 @@ def _json_config(source: Source) -> Any:
             path=str(source.config),
             remedy=f"use {' or '.join(served)}" if served else f"no model of type {kind!r} is one",
         )
+    if not isinstance(data.get("quantization_config") or {}, dict):
+        raise InputError("quantization_config holds no table", path=str(source.config), remedy="restore the file")
     config = _building(source, lambda: CONFIG_MAPPING[kind].from_dict(dict(data)))
     _require_shapes(source, config)
     return config

@@ -103,6 +103,10 @@ def _export(
         shapes = (tuple({a.dim() - 2: tokens} for a in args),)
     try:
         return torch.export.export(wrapper, args, dynamic_shapes=shapes, strict=False)
+    except UnsupportedModelError as error:  # of attention or experts, which say what is not served
+        raise UnsupportedModelError(
+            error.message, path=error.path or _where(model, error), remedy=error.remedy
+        ) from error
     except Exception as error:
         raise TraceError(_explain(model, error)) from error
 
@@ -120,6 +124,14 @@ def _check_examples(model: nn.Module, example_inputs: Sequence[Tensor] | None) -
 
 def _explain(model: nn.Module, error: Exception) -> str:
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return (
+        f"module {_where(model, error)!r} cannot be traced: {first}. Control flow that depends on values of tensors "
+        "cannot be part of a program; rewrite it with tensor operations"
+    )
+
+
+def _where(model: nn.Module, error: Exception) -> str:
+    """Path of the innermost module of ``model`` that an error was raised in."""
     frames = []
     at = error.__traceback__
     while at is not None:
@@ -128,11 +140,7 @@ def _explain(model: nn.Module, error: Exception) -> str:
             frames.append(owner)
         at = at.tb_next
     paths = {id(m): name for name, m in model.named_modules()}
-    where = next((paths[id(m)] for m in reversed(frames) if paths.get(id(m))), type(model).__name__)
-    return (
-        f"module {where!r} cannot be traced: {first}. Control flow that depends on values of tensors cannot be part of "
-        "a program; rewrite it with tensor operations"
-    )
+    return next((paths[id(m)] for m in reversed(frames) if paths.get(id(m))), type(model).__name__)
 
 
 @contextmanager

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import precgraph
-from precgraph import Recipe, RecipeError, ops
+from precgraph import Recipe, RecipeError, UnsupportedModelError, ops
 from precgraph.attention import IMPLEMENTATION
+from precgraph.experts import IMPLEMENTATION as EXPERTS_OF_OURS
 from precgraph.formats import dequantize, quantize
 from precgraph.graph import op_name, precision
 from precgraph.lowering.reference import elementwise, experts, gemm
@@ -264,6 +267,23 @@ def test_a_narrower_table_cannot_apply_to_complex_numbers() -> None:
     recipe = replace(Recipe.jet_rl(), rope=RopeRule(table="bfloat16"))
     with pytest.raises(RecipeError, match="rope.table = 'bfloat16' cannot apply"):
         precgraph.compile(causal_lm("deepseek_v2_lite"), "train", recipe)
+
+
+def test_gpt_oss_is_refused_by_what_it_lacks() -> None:
+    """Not served: the first thing that has no exact kernel is named with its module, and the rest in the remedy."""
+    small: dict[str, Any] = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    with torch.device("meta"):
+        model = GptOssForCausalLM._from_config(GptOssConfig(**small), dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedModelError, match=r"^model.layers.0.self_attn: GptOssAttention: .* sinks") as e:
+        precgraph.check(model)
+    assert "biases and interleaved, transposed weights" in str(e.value)
+    layer = model.model.layers[0].mlp.experts
+    x, index = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.long)
+    with pytest.raises(UnsupportedModelError, match="GptOssExperts: experts with biases, transposed"):
+        ALL_EXPERTS_FUNCTIONS[EXPERTS_OF_OURS](layer, x, index, torch.zeros(3, 2))
 
 
 class Normalised(nn.Module):

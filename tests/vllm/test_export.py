@@ -1,4 +1,4 @@
-"""FP8 checkpoints of ``precgraph export`` in real vLLM: served as the bytes that they are, rescored to the same bits."""
+"""FP8 checkpoints of ``precgraph export`` in real vLLM: served as the bytes that they are, rescored to 0.0."""
 
 from __future__ import annotations
 

@@ -1,0 +1,197 @@
+"""Bad checkpoints on the command line: one clear line, exit code 2, and nothing in a checkpoint is executed."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from precgraph import Recipe
+from precgraph.checkpoint import export
+from precgraph.cli import app
+from tests.families import causal_lm
+
+INDEX = "model.safetensors.index.json"
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+Damage = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Masters in several files and their export; tests damage copies."""
+    folder = tmp_path_factory.mktemp("whole")
+    causal_lm("llama").save_pretrained(folder / "masters", max_shard_size="500KB")
+    export(folder / "masters", Recipe.jet_rl(), folder / "fp8")
+    return folder
+
+
+def copied(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def first(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+def retensored(file: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def half(folder: Path) -> None:
+    """As a copy leaves it that broke off."""
+    data = first(folder).read_bytes()
+    first(folder).write_bytes(data[: len(data) // 2])
+
+
+def header_that_lies(folder: Path) -> None:
+    """A header longer than the file."""
+    data = first(folder).read_bytes()
+    first(folder).write_bytes((1 << 40).to_bytes(8, "little") + data[8:])
+
+
+def mixed_versions(folder: Path) -> None:
+    """A file of another model of the same name: its shapes are others."""
+    retensored(_of(folder, WEIGHT), lambda t: t.update({WEIGHT: t[WEIGHT][:-1].clone()}))
+
+
+def doubled(folder: Path) -> None:
+    """A file that is left from another split holds a tensor once more."""
+    name = next(iter(load_file(first(folder))))
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    retensored(last, lambda t: t.update({name: torch.zeros(1)}))
+
+
+class Evil:
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (open, (self.file, "w"))
+
+
+def pickled(folder: Path) -> None:
+    for file in [*folder.glob("*.safetensors"), *folder.glob(INDEX)]:
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(folder / "executed")))
+
+
+def pickle_by_another_name(folder: Path) -> None:
+    first(folder).write_bytes(pickle.dumps(Evil(folder / "executed")))
+
+
+def _of(folder: Path, name: str) -> Path:
+    table: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+    return folder / table[name]
+
+
+def quantization(change: dict[str, Any]) -> Damage:
+    return lambda folder: edited(folder / "config.json", lambda c: c["quantization_config"].update(change))
+
+
+def index(change: Callable[[dict[str, Any]], object]) -> Damage:
+    return lambda folder: edited(folder / INDEX, change)
+
+
+# What is damaged, and the words of the one line that says so.
+ANY_CHECKPOINT: dict[str, tuple[Damage, str]] = {
+    "half written": (half, "is not a whole safetensors file"),
+    "empty file": (lambda f: first(f).write_bytes(b""), "is not a whole safetensors file"),
+    "header that lies": (header_that_lies, "is not a whole safetensors file"),
+    "file missing": (lambda f: first(f).unlink(), "which is not there"),
+    "index half written": (lambda f: (f / INDEX).write_text('{"weight_map": {'), "is not valid JSON"),
+    "index of nothing": (lambda f: (f / INDEX).write_text("{}"), "has no weight_map"),
+    "index without a tensor": (index(lambda d: d["weight_map"].pop(WEIGHT)), "the index says nothing"),
+    "index of a tensor too many": (index(lambda d: d["weight_map"].update(x=d["weight_map"][WEIGHT])), "'x' is in no"),
+    "index elsewhere": (index(lambda d: d["weight_map"].update({WEIGHT: "../../x.safetensors"})), "not a safetensors"),
+    "one tensor twice": (doubled, "remove the file that does not belong here"),
+    "pickle": (pickled, "holds pickled weights, which are never read"),
+    "pickle by another name": (pickle_by_another_name, "is not a whole safetensors file"),
+}
+QUANTIZED: dict[str, tuple[Damage, str]] = {
+    "unknown method": (quantization({"quant_method": "mystery"}), "quant_method 'mystery' is not block FP8"),
+    "no method": (quantization({"quant_method": None}), "quant_method None is not block FP8"),
+    "scale a tensor": (quantization({"weight_block_size": None}), "one scale each, no weight_block_size"),
+    "blocks of words": (quantization({"weight_block_size": "big"}), "is not one or two sizes"),
+    "static scales": (quantization({"activation_scheme": "static"}), "activation_scheme 'static' is not served"),
+    "skip list of one word": (quantization({"modules_to_not_convert": "lm_head"}), "is not a list of names"),
+    "no quantization_config": (
+        lambda f: edited(f / "config.json", lambda c: c.pop("quantization_config")), "has no quantization_config",
+    ),
+    "quantization_config of a word": (
+        lambda f: edited(f / "config.json", lambda c: c.update(quantization_config="fp8")),
+        "has no quantization_config",
+    ),
+}  # fmt: skip
+
+
+def refused(words: str, *args: object) -> None:
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    assert result.exit_code == 2, (result.stdout, result.stderr)
+    lines = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1 and words in lines[0], result.stderr
+    assert lines[0].startswith("error: ") and not result.stdout
+
+
+@pytest.mark.parametrize("case", ANY_CHECKPOINT)
+def test_damaged_masters(case: str, whole: Path, tmp_path: Path) -> None:
+    damage, words = ANY_CHECKPOINT[case]
+    damage(folder := copied(whole / "masters", tmp_path / "masters"))
+    refused(words, "export", folder, "-o", tmp_path / "out")
+    refused(words, "check", folder, "--level", "weights", "--infer", whole / "fp8")
+    assert not (tmp_path / "out").exists() and not (folder / "executed").exists()
+
+
+@pytest.mark.parametrize("case", ANY_CHECKPOINT | QUANTIZED)
+def test_damaged_fp8_checkpoints(case: str, whole: Path, tmp_path: Path) -> None:
+    damage, words = (ANY_CHECKPOINT | QUANTIZED)[case]
+    damage(folder := copied(whole / "fp8", tmp_path / "fp8"))
+    refused(words, "check", whole / "masters", "--level", "weights", "--infer", folder)
+    assert not (folder / "executed").exists()
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_configs_alone_that_no_stack_reads(case: str, whole: Path, tmp_path: Path) -> None:
+    """The graph level reads the same files; what it serves, it says, and what it cannot read is exit code 2."""
+    folder = copied(whole / "fp8", tmp_path / "fp8")
+    QUANTIZED[case][0](folder)
+    result = CliRunner().invoke(app, ["check", str(folder), "--train", "te", "--infer", str(folder)])
+    if case == "no quantization_config":  # vLLM serves it in bf16
+        assert result.exit_code == 1
+        return
+    assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_files_of_two_versions(whole: Path, tmp_path: Path) -> None:
+    """One file of the masters is of another model: export stops at it and leaves nothing, level weights names it."""
+    mixed_versions(folder := copied(whole / "masters", tmp_path / "masters"))
+    refused(f"{WEIGHT}: has shape [319, 192]", "export", folder, "-o", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    args = ["check", str(folder), "--level", "weights", "--infer", str(whole / "fp8"), "--json", "-"]
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 1 and "PG302" in result.stdout
+
+
+def test_masters_and_checkpoint_of_two_models(whole: Path, tmp_path: Path) -> None:
+    causal_lm("qwen2").save_pretrained(tmp_path / "other")
+    result = CliRunner().invoke(
+        app, ["check", str(tmp_path / "other"), "--level", "weights", "--infer", str(whole / "fp8"), "--json", "-"]
+    )
+    assert result.exit_code == 1 and "PG302" in result.stdout

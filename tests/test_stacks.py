@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from precgraph import Recipe
 from precgraph.checking import lowered
 from precgraph.cli import app
-from precgraph.errors import InputError, PrecGraphError, RecipeError
+from precgraph.errors import InputError, NonFiniteError, PrecGraphError, RecipeError
 from precgraph.formats import Format, quantize
 from precgraph.stacks import STACKS, Request, find, get
 from precgraph.stacks.matching import exact, path, regex_or_glob, skips, substring
@@ -375,13 +375,41 @@ SHAPES = [(1, 128), (256, 384), (128, 1024)]
 
 
 def _inputs(rows: int, columns: int) -> list[torch.Tensor]:
-    """bf16 of several sizes, with blocks of zeros and of tiny values."""
+    """bf16 of several sizes: blocks of zeros, tiny and subnormal values, the largest finite one, outliers, ties."""
     made = torch.Generator().manual_seed(rows * columns)
     smooth = torch.randn(rows, columns, generator=made)
     wild = smooth * 2.0 ** torch.randint(-30, 12, (rows, columns), generator=made)
     holes = smooth.clone()
     holes[:, :128] = 0
-    return [t.bfloat16().contiguous() for t in (smooth, wild, holes, smooth * 1e-13)]
+    outlier = smooth.clone()
+    outlier[::3, ::7] = 3e4
+    # Halfway between codes once the scale is a power of two: 448 in each block, and odd multiples of half a step.
+    ties = torch.randint(-31, 32, (rows, columns), generator=made) * 8.0 + 4.0
+    ties[:, ::64] = 448.0
+    largest = torch.sign(smooth) * torch.finfo(torch.bfloat16).max
+    made_of = (smooth, wild, holes, smooth * 1e-13, smooth * 1e-39, outlier, ties, largest, torch.zeros_like(smooth))
+    return [t.bfloat16().contiguous() for t in made_of]
+
+
+def _poisoned(rows: int, columns: int, value: float) -> torch.Tensor:
+    """One block with a NaN or infinity, the others without."""
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[3, 5] = value
+    return x
+
+
+def _same_but_for_the_poisoned_block(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, fmt: Format) -> None:
+    """A non-finite value stays in its own block in both; what stands there is not defined, and ours refuses it."""
+    q, (r, c) = quantize(x, fmt), fmt.block
+    theirs, clean = scales.float().reshape(q.scales.shape), torch.ones_like(q.scales, dtype=torch.bool)
+    clean[3 // r, 5 // c] = False
+    assert torch.equal(q.scales[clean], theirs[clean])
+    wide = clean.repeat_interleave(r, 0).repeat_interleave(c, 1)[: x.shape[0], : x.shape[1]]
+    ours, others = (t[: x.shape[0], : x.shape[1]].contiguous().view(torch.uint8) for t in (q.codes, codes))
+    assert torch.equal(ours[wide], others[wide])
+    assert not bool(torch.isfinite(q.scales[~clean]).all())
+    with pytest.raises(NonFiniteError):
+        quantize(x, fmt, checked=True)
 
 
 def _same(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, fmt: Format) -> None:
@@ -392,7 +420,7 @@ def _same(codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor, fmt: Forma
 
 @pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None or importlib.util.find_spec("triton") is None,
-    reason="needs torchao, which needs triton to import its kernels (pip install torchao==0.18.0 triton)",
+    reason="needs torchao, which needs triton to import its kernels (`make test-torchao` has both)",
 )
 def test_torchaos_own_quantisers_give_our_bytes() -> None:
     from torchao.prototype.blockwise_fp8_training import kernels
@@ -403,6 +431,10 @@ def test_torchaos_own_quantisers_give_our_bytes() -> None:
             _same(*kernels.torch_blockwise_scale_act_quant_lhs(x), x, activation)
             if rows % 128 == 0:
                 _same(*kernels.torch_blockwise_scale_weight_quant(x), x, weight)
+    for value in (float("nan"), float("inf")):
+        x = _poisoned(128, 256, value)
+        _same_but_for_the_poisoned_block(*kernels.torch_blockwise_scale_act_quant_lhs(x), x, activation)
+        _same_but_for_the_poisoned_block(*kernels.torch_blockwise_scale_weight_quant(x), x, weight)
 
 
 @pytest.mark.vllm
@@ -420,6 +452,9 @@ def test_vllms_own_quantisers_give_our_bytes() -> None:
                 patch.setattr(deep_gemm, "per_block_cast_to_fp8", cast)
                 utils.requant_weight_ue8m0_inplace(codes, scales, (128, 128))
             _same(codes, scales, x, twice)
+    for value in (float("nan"), float("inf")):
+        x = _poisoned(256, 256, value)
+        _same_but_for_the_poisoned_block(*cast(x, [128, 128], False), x, once)
 
 
 @pytest.mark.vllm

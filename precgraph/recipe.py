@@ -101,7 +101,12 @@ class ActivationRule:
 
 @dataclass(frozen=True, slots=True)
 class GradientRule:
-    """Dtype of the gradients carried between operators, and of master weights."""
+    """Dtype of the gradients carried between operators, and of the gradients of linears' weights.
+
+    ``master = "float32"``: a WGrad's fp32 sums are not rounded but added, backward after backward, to the parameter's
+    fp32 ``main_grad`` (Megatron-LM's name), and its ``.grad`` stays None. The optimiser reads ``main_grad`` and sets
+    it to None; the split into micro-batches then changes the order of fp32 additions and nothing else.
+    """
 
     edge: str = "bfloat16"
     master: str = "bfloat16"

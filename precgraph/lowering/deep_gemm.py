@@ -18,6 +18,7 @@ import importlib.metadata
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -147,16 +148,22 @@ def fp8_wgrad(dy: QTensor, x: QTensor) -> Tensor:
 
     The groups of ``x`` may be 128 columns wide, too: then the faster 1D2D kernel serves, which writes bf16 itself.
     """
+    if x.format.block[1] > 1:
+        left = dy.codes.t().contiguous(), _rows_major(dy.scales.t())
+        return _gemm_1d2d(*left, x.codes.t().contiguous(), x.scales.t())[:, : x.shape[-1]]
+    return fp8_wgrad_sums(dy, x).to(torch.bfloat16)
+
+
+def fp8_wgrad_sums(dy: QTensor, x: QTensor) -> Tensor:
+    """The fp32 sums of :func:`fp8_wgrad`."""
     left = dy.codes.t().contiguous(), _rows_major(dy.scales.t())
     codes, scales = x.codes.t().contiguous(), x.scales.t()
-    if x.format.block[1] > 1:
-        return _gemm_1d2d(*left, codes, scales)[:, : x.shape[-1]]
     # The kernel adds to what is there; TMA wants rows of 16 bytes.
     total = torch.zeros(left[0].shape[0], padded(codes.shape[0], 4), dtype=torch.float32, device=codes.device)
     total = total[:, : codes.shape[0]]
     right = codes, _rows_major(scales)
     _module().fp8_gemm_nt(left, right, total, c=total, recipe=(1, 1, 128), disable_ue8m0_cast=True)
-    return total.to(torch.bfloat16)
+    return total
 
 
 def fp8_wgrads(dys: Sequence[QTensor], x: QTensor) -> list[Tensor]:
@@ -205,9 +212,9 @@ def bf16_dgrad(dys: Sequence[Tensor], weights: Sequence[MasterWeight]) -> Tensor
     return _like(_bf16_gemm(dy.flatten(0, -2), weight.values.t(), torch.bfloat16), dy.shape)
 
 
-def bf16_wgrad(dy: Tensor, x: Tensor) -> Tensor:
-    """``dyᵀ @ x`` over tokens, bf16 operands and result, fp32 sums."""
-    return _bf16_gemm(dy.flatten(0, -2).t(), x.flatten(0, -2).t(), torch.bfloat16)
+def bf16_wgrad(dy: Tensor, x: Tensor, out: torch.dtype = torch.bfloat16) -> Tensor:
+    """``dyᵀ @ x`` over tokens, bf16 operands, fp32 sums, rounded to ``out``."""
+    return _bf16_gemm(dy.flatten(0, -2).t(), x.flatten(0, -2).t(), out)
 
 
 def _bf16_gemm(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
@@ -268,6 +275,10 @@ register(
     _kernel("lm_head", bf16_logits, "bf16 to fp32", bf16("float32"), pack=MasterWeight),
     _kernel("linear_dgrad", bf16_dgrad, "bf16", bf16("bfloat16"), pack=MasterWeight),
     _kernel("linear_wgrad", bf16_wgrad, "bf16", bf16("bfloat16"), row_invariant=False),
+    _kernel("linear_wgrad", fp8_wgrad_sums, "fp8 1D1D", fp8("128x1", "128x1", "float32"), row_invariant=False),
+    _kernel(
+        "linear_wgrad", partial(bf16_wgrad, out=torch.float32), "bf16 to fp32", bf16("float32"), row_invariant=False
+    ),
 )
 register_fusion(
     Fusion("projections", "deep_gemm", _linears),

@@ -13,9 +13,12 @@ from precgraph.graph import precision
 from precgraph.lowering.fuse import Fused, Match, Of
 
 
-def fp8(left: str, right: str) -> Callable[[fx.Node], bool]:
-    """Exact arithmetic, fp32 sums, E4M3 operands of these granularities."""
-    return lambda node: _exact(node) and _operands(node, 0, _is_e4m3(left)) and _operands(node, 1, _is_e4m3(right))
+def fp8(left: str, right: str, output: str = "bfloat16") -> Callable[[fx.Node], bool]:
+    """Exact arithmetic, fp32 sums, E4M3 operands of these granularities, this output dtype."""
+    return lambda node: (
+        _exact(node) and _operands(node, 0, _is_e4m3(left)) and _operands(node, 1, _is_e4m3(right))
+        and precision(node).format == Format.plain(output)
+    )  # fmt: skip
 
 
 def bf16(output: str) -> Callable[[fx.Node], bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -124,6 +125,11 @@ class _Backward:
             grad = self.emit(ops.add, (self.grads[value], grad), like=grad, compute=tensor(grad).dtype)
         self.grads[value] = grad
 
+    def weight_gradient(self, master: fx.Node) -> TensorSpec:
+        """The gradient of a linear's weight: fp32 sums, rounded to its dtype unless the recipe keeps them."""
+        wide = self.recipe.gradient.master == "float32"
+        return replace(tensor(master), dtype="float32") if wide else tensor(master)
+
     def give_parts(self, node: fx.Node, targets: list[Any], like: fx.Node) -> None:
         """The outputs of ``node`` are gradients of ``targets``; those that nobody needs get no node."""
         for index, value in enumerate(targets):
@@ -187,7 +193,7 @@ def _linear(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
             saved = _saved_quantizer(b, x, node, rule.wgrad_activation)
         right = b.quantize(dy, rule.wgrad_grad_output if rule else None, node, "gradient")
         call = b.emit(
-            ops.linear_wgrad, (right, saved), like=node, tensor=tensor(master), role="weight_gradient",
+            ops.linear_wgrad, (right, saved), like=node, tensor=b.weight_gradient(master), role="weight_gradient",
             accumulate=precision(node).accumulate,
         )  # fmt: skip
         b.give(master, call)
@@ -242,8 +248,8 @@ def _lm_head(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
     if x in b.needs:
         b.give(x, b.emit(ops.linear_dgrad, ([dy], [weight]), like=node, tensor=tensor(x), accumulate="float32"))
     if weight in b.needs:
-        b.give(weight, b.emit(ops.linear_wgrad, (dy, x), like=node, tensor=tensor(weight), role="weight_gradient",
-                              accumulate="float32"))  # fmt: skip
+        b.give(weight, b.emit(ops.linear_wgrad, (dy, x), like=node, tensor=b.weight_gradient(weight),
+                              role="weight_gradient", accumulate="float32"))  # fmt: skip
     if isinstance(bias, fx.Node) and bias in b.needs:
         grad = b.emit(
             ops.bias_grad, (dy,), like=node, tensor=tensor(bias), role="weight_gradient", accumulate="float32"

@@ -328,12 +328,11 @@ def _compiled(
     model: nn.Module, mode: str, recipe: Recipe, backend: str, checked: bool, shared: Compiled | None,
     recompute: str, example_inputs: Sequence[Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    for key in ("edge", "master"):
-        if getattr(recipe.gradient, key) != "bfloat16":
-            raise LoweringError(
-                f"gradient.{key} = {getattr(recipe.gradient, key)!r} describes another stack; here it is bfloat16",
-                remedy=f'set gradient.{key} = "bfloat16"',
-            )
+    if recipe.gradient.edge != "bfloat16":
+        raise LoweringError(
+            f"gradient.edge = {recipe.gradient.edge!r} describes another stack; here it is bfloat16",
+            remedy='set gradient.edge = "bfloat16"',
+        )
     traced = shared.trace if shared else trace(model, example_inputs)
     if not traced.tensors:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameter or buffer: there is nothing to compile")

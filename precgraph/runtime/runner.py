@@ -85,6 +85,15 @@ class Runner:
                 out[name] = out[name] + part if name in out else part
         return out
 
+    def keep_main_gradients(self, segment: Segment, result: dict[str, Tensor]) -> None:
+        """Add gradients that are wider than their masters to ``main_grad``, and leave them out of ``result``."""
+        for path in segment.parameters:
+            grad, master = result.get(path), self.store.masters[path]
+            if grad is not None and grad.dtype != master.dtype:
+                before: Tensor | None = getattr(master, "main_grad", None)
+                master.main_grad = grad if before is None else before.add_(grad)  # type: ignore[attr-defined]
+                del result[path]
+
     def masters_of(self, segment: Segment, wanted: frozenset[str]) -> list[str]:
         """Paths of the masters that the segment reads itself, not through a pack."""
         reads = dict.fromkeys((*segment.forward(wanted)[0].inputs, *segment.backward(wanted).inputs))
@@ -185,6 +194,7 @@ class _SegmentFunction(torch.autograd.Function):
                 segment.gradients[n]: g for n, g in zip(segment.outputs, grads, strict=True) if n in segment.gradients
             }
             result = runner.backward(segment, ctx.wanted, {**saved, **arriving})
+            runner.keep_main_gradients(segment, result)
         return (None, None, *(result.get(n) for n in ctx.names))
 
 

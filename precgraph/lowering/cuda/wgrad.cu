@@ -178,25 +178,14 @@ __device__ __forceinline__ void store(const float (&sum)[64], u32 scratch, unsig
     }
 }
 
-// The same rows added to an fp32 main gradient; several are read before the first is written.
+// The same rows in fp32.
 __device__ __forceinline__ void store(const float (&sum)[64], u32, float *out, int row, int col, int N, int K,
                                       u64 stride) {
     u32 lane = lane_id();
 #pragma unroll
-    for (int part = 0; part < 32; part += 8) {
-        float2 old[8];
-        float2 *at[8];
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            int i = part + j, r = row + lane / 4 + i % 2 * 8, to = col + i / 2 * 8 + lane % 4 * 2;
-            at[j] = r < N && to < K ? (float2 *)(out + r * stride + to) : nullptr;
-            if (at[j]) old[j] = *at[j];
-        }
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-            int i = part + j;
-            if (at[j]) *at[j] = make_float2(old[j].x + sum[i * 2], old[j].y + sum[i * 2 + 1]);
-        }
+    for (int i = 0; i < 32; ++i) {
+        int r = row + lane / 4 + i % 2 * 8, to = col + i / 2 * 8 + lane % 4 * 2;
+        if (r < N && to < K) *(float2 *)(out + r * stride + to) = make_float2(sum[i * 2], sum[i * 2 + 1]);
     }
 }
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.metadata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -45,27 +46,25 @@ def unavailable(device: torch.device) -> LoweringError | None:
     return None
 
 
-def fp8_wgrad(dy: QTensor, x: QTensor) -> Tensor:
-    """``dyᵀ @ x``: ``dy [..., N]``, ``x [..., K]`` in groups of 128 tokens; fp32 sums, rounded to bf16 ``[N, K]``."""
-    out = torch.empty(dy.shape[-1], x.shape[-1], dtype=torch.bfloat16, device=dy.codes.device)
-    _run(dy, x, out)
-    return out
+def fp8_wgrad(dy: QTensor, x: QTensor, out: torch.dtype = torch.bfloat16) -> Tensor:
+    """``dyᵀ @ x``: ``dy [..., N]``, ``x [..., K]`` in groups of 128 tokens; fp32 sums ``[N, K]``, rounded to ``out``.
 
-
-def add_wgrad(dy: QTensor, x: QTensor, gradient: Tensor) -> None:
-    """Add the fp32 sums of :func:`fp8_wgrad` to an fp32 main gradient ``[N, K]``, contiguous."""
+    ``out`` is bf16 or fp32.
+    """
+    gradient = torch.empty(dy.shape[-1], x.shape[-1], dtype=out, device=dy.codes.device)
     _run(dy, x, gradient)
+    return gradient
 
 
-def fp8_wgrads(dys: Sequence[QTensor], x: QTensor) -> list[Tensor]:
+def fp8_wgrads(dys: Sequence[QTensor], x: QTensor, out: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """WGrad of linears that read one value: one GEMM where their gradients lie side by side, rows ``N_i`` each."""
     codes, scales = [d.codes for d in dys], [d.scales for d in dys]
     if not adjacent_columns(codes) or not adjacent_columns(scales):
-        return [fp8_wgrad(d, x) for d in dys]
+        return [fp8_wgrad(d, x, out) for d in dys]
     widths = [d.shape[-1] for d in dys]
     shape = torch.Size((*dys[0].shape[:-1], sum(widths)))
     joint = QTensor(joined_columns(codes), joined_columns(scales), shape, dys[0].format)
-    return list(fp8_wgrad(joint, x).split(widths))
+    return list(fp8_wgrad(joint, x, out).split(widths))
 
 
 def _run(dy: QTensor, x: QTensor, out: Tensor) -> None:
@@ -101,11 +100,15 @@ def _clusters(device: torch.device) -> int:
 # ----------------------------------------------------------------------------------------- records
 
 
-def _serves(node: fx.Node) -> bool:
+def _serves(out: str) -> Callable[[fx.Node], bool]:
     """Both operands in groups of 128 tokens, and widths that the copy engine can address."""
-    dy, x = node.args
-    assert isinstance(dy, fx.Node) and isinstance(x, fx.Node)
-    return fp8("128x1", "128x1")(node) and tensor(dy).shape[-1] % 4 == 0 and tensor(x).shape[-1] % 8 == 0
+
+    def serves(node: fx.Node) -> bool:
+        dy, x = node.args
+        assert isinstance(dy, fx.Node) and isinstance(x, fx.Node)
+        return fp8("128x1", "128x1", out)(node) and tensor(dy).shape[-1] % 4 == 0 and tensor(x).shape[-1] % 8 == 0
+
+    return serves
 
 
 def _library() -> str:
@@ -115,7 +118,12 @@ def _library() -> str:
         return "cuda-bindings absent"
 
 
-register(
-    Kernel("linear_wgrad", "cuda", fp8_wgrad, "precgraph fp8 1D1D", _serves, row_invariant=False, library=_library())
-)
-register_fusion(Fusion("wgrads", "cuda", wgrads(fp8_wgrads, _serves)))
+for _dtype in (torch.bfloat16, torch.float32):
+    _name = str(_dtype).removeprefix("torch.")
+    register(
+        Kernel(
+            "linear_wgrad", "cuda", partial(fp8_wgrad, out=_dtype), "precgraph fp8 1D1D", _serves(_name),
+            row_invariant=False, library=_library(),
+        )
+    )  # fmt: skip
+    register_fusion(Fusion("wgrads", "cuda", wgrads(partial(fp8_wgrads, out=_dtype), _serves(_name))))

@@ -80,7 +80,7 @@ def _along_tokens(dy: tuple[int, int], x: tuple[int, int]) -> int:
     return dy[0] if dy[1] == 1 and dy[0] == x[0] else 0
 
 
-def _fp8(blocks: Blocks, *, exact: bool) -> Serves:
+def _fp8(blocks: Blocks, *, exact: bool, output: str = "bfloat16") -> Serves:
     """FP8 operands in such blocks, whose groups have (or have not) an exact sum in float64.
 
     E4M3 values are multiples of 2^-9 below 2^9, E5M2 ones of 2^-16 below 2^16: a group of 128 E4M3 products fits 43
@@ -89,7 +89,7 @@ def _fp8(blocks: Blocks, *, exact: bool) -> Serves:
 
     def serves(node: fx.Node) -> bool:
         pairs = list(zip(_formats(node.args[0]), _formats(node.args[1]), strict=True))
-        if not _exact(node) or not _sums_in_fp32(node, "bfloat16"):
+        if not _exact(node) or not _sums_in_fp32(node, output):
             return False
         if not all(a.is_quantized and b.is_quantized and blocks(a.block, b.block) for a, b in pairs):
             return False
@@ -114,9 +114,13 @@ def _whole(node: fx.Node) -> bool:
     return not _slices(node)
 
 
-def _plain_operands(node: fx.Node) -> bool:
+def _plain_operands(node: fx.Node, output: str = "bfloat16") -> bool:
     formats = _operands(node)[:2]
-    return _exact(node) and not any(f.is_quantized for f in formats) and _sums_in_fp32(node, "bfloat16")
+    return _exact(node) and not any(f.is_quantized for f in formats) and _sums_in_fp32(node, output)
+
+
+def _plain_sums(node: fx.Node) -> bool:
+    return _plain_operands(node, "float32")
 
 
 def _wide_result(node: fx.Node) -> bool:
@@ -210,10 +214,15 @@ register(
                pack=gemm.Float64Weight, **_BACKWARD),
     _reference(ops.linear_wgrad, gemm.fp8_wgrad, _fp8(_along_tokens, exact=True), "fp8_exact_groups", **_BACKWARD),
     _reference(ops.linear_wgrad, gemm.fp8_wgrad, _fp8(_along_tokens, exact=False), "fp8_float64_groups", **_BACKWARD),
+    _reference(ops.linear_wgrad, gemm.fp8_wgrad_sums, _fp8(_along_tokens, exact=True, output="float32"),
+               "fp8_exact_groups", **_BACKWARD),
+    _reference(ops.linear_wgrad, gemm.fp8_wgrad_sums, _fp8(_along_tokens, exact=False, output="float32"),
+               "fp8_float64_groups", **_BACKWARD),
     _reference(ops.linear, gemm.tiled_linear, _plain_operands, "tiles16", pack=gemm.Float32Weight),
     _reference(ops.lm_head, gemm.tiled_logits, _head, "tiles16", pack=gemm.Float32Weight),
     _reference(ops.linear_dgrad, gemm.plain_dgrad, _plain_operands, "fp32", pack=gemm.Float32Weight, **_BACKWARD),
     _reference(ops.linear_wgrad, gemm.plain_wgrad, _plain_operands, "fp32", **_BACKWARD),
+    _reference(ops.linear_wgrad, gemm.plain_wgrad_sums, _plain_sums, "fp32", **_BACKWARD),
     _reference(ops.bias_grad, gemm.bias_grad, _exact, "fp32", **_BACKWARD),
     _upstream(ops.linear, _linear_aten),
     _upstream(ops.lm_head, _head_aten),

@@ -100,11 +100,16 @@ def fp8_dgrad(dys: Sequence[QTensor], weights: Sequence[Float64Weight]) -> Tenso
 
 def fp8_wgrad(dy: QTensor, x: QTensor) -> Tensor:
     """WGrad: ``dyᵀ @ x``, both in groups along tokens, x's of one column or more; bf16 of the fp32 sums ``[N, K]``."""
+    return fp8_wgrad_sums(dy, x).to(torch.bfloat16)
+
+
+def fp8_wgrad_sums(dy: QTensor, x: QTensor) -> Tensor:
+    """The fp32 sums of :func:`fp8_wgrad`."""
     group = dy.format.block[0]
     left = dy.codes.double().unflatten(0, (-1, group)).transpose(1, 2)  # [T/128, N, 128]
     right = x.codes.double().unflatten(0, (-1, group))  # [T/128, 128, K]
     columns = x.scales.repeat_interleave(x.format.block[1], 1)
-    return _accumulate(left, right, dy.scales, columns)[:, : x.shape[-1]].to(torch.bfloat16)
+    return _accumulate(left, right, dy.scales, columns)[:, : x.shape[-1]]
 
 
 def _accumulate(left: Tensor, right: Tensor, rows: Tensor, columns: Tensor, total: Tensor | None = None) -> Tensor:
@@ -151,7 +156,12 @@ def plain_dgrad(dys: Sequence[Tensor], weights: Sequence[Float32Weight]) -> Tens
 
 def plain_wgrad(dy: Tensor, x: Tensor) -> Tensor:
     """``dyᵀ @ x`` over tokens, bf16 operands and result, fp32 sums."""
-    return (dy.flatten(0, -2).float().t() @ x.flatten(0, -2).float()).to(dy.dtype)
+    return plain_wgrad_sums(dy, x).to(dy.dtype)
+
+
+def plain_wgrad_sums(dy: Tensor, x: Tensor) -> Tensor:
+    """The fp32 sums of :func:`plain_wgrad`."""
+    return dy.flatten(0, -2).float().t() @ x.flatten(0, -2).float()
 
 
 def bias_grad(dy: Tensor) -> Tensor:

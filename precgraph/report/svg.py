@@ -89,7 +89,8 @@ def _box(node: Mapping[str, Any], place: tuple[int, int], mark: Mark | None, seg
     local = where[len(segment) :].lstrip(".") if segment and where.startswith(segment) else where
     label = f"{_SYMBOLS[mark.state]} {node['op']}" if mark else node["op"]
     value = ", ".join(mark.attributes) if mark and mark.attributes else node["value"]
-    for line, (text, name) in enumerate(((_end(label, 22), "op"), (_end(local, 25), "at"), (_start(value, 25), "at"))):
+    texts = ((_end(label, 16 if mark else 22), "op"), (_end(local, 25), "at"), (_start(value, 25), "at"))
+    for line, (text, name) in enumerate(texts):
         place_of = {"class": name, "x": str(middle), "y": str(15 + 14 * line), "text-anchor": "middle"}
         ET.SubElement(group, "text", place_of).text = clean(text)
     if mark:

@@ -271,6 +271,14 @@ def test_a_pattern_that_matches_nothing(llama: Path, tmp_path: Path) -> None:
     )
 
 
+def test_show_counts_what_the_backward_keeps(llama: Path) -> None:
+    """A layer by hand: two norms' inputs, q, k, v, attention's output and log-sum-exps, gate and up."""
+    data = json.loads(run("show", llama, "--format", "json").stdout)
+    layer = 2 * (192 + 192 + 192 + 96 + 96 + 192 + 2 * 320) + 4 * 6
+    assert data["saved_bytes_a_token"]["model.layers.1"] == layer
+    assert f"  model.layers.1  {layer}" in run("show", llama).stdout.splitlines()
+
+
 def test_options_that_are_not_choices(llama: Path, tmp_path: Path) -> None:
     assert_error(
         run("check", llama, "--level", "grahp"), "--level 'grahp' is not one of graph", "did you mean 'graph'?"

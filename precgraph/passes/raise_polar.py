@@ -44,7 +44,7 @@ def polar_rope(graph: fx.Graph, node: Any) -> fx.Node | None:
         return None
     number, turned = product.args
     pairs = number.args[0]
-    wide = pairs.args[0] if is_call(pairs, aten.reshape.default, aten.view.default) else None
+    wide: Any = pairs.args[0] if is_call(pairs, aten.reshape.default, aten.view.default) else None
     if not is_call(wide, aten.to.dtype) or wide.args[1] != torch.float32:
         return None
     x, table = wide.args[0], _table(turned)

@@ -167,6 +167,12 @@ def test_what_is_no_report_is_one_line(text: str, words: str, tmp_path: Path) ->
     assert len(result.stderr.splitlines()) == 1 and len(result.stderr) < 500
 
 
+def test_help_does_not_wait_for_reports() -> None:
+    code = "import sys, precgraph.cli\nprint([m for m in sys.modules if m.startswith('precgraph.report')])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_reports_need_no_torch(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text(json.dumps(everything()))

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import typer
 
 from precgraph.cli.console import guarded, write_json
-from precgraph.report import one_line
 
 MOST = 40  # lines of each kind that people are shown
 
@@ -50,10 +49,10 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{len(found['new'])} new, {len(found['fixed'])} fixed, {len(found['moved'])} in another state"
         return
     for title, key in (("only in A", "only_a"), ("only in B", "only_b")):
-        yield from _cut([f"{title}: {n['name']}  {n['op']}  {one_line(n['module'])}" for n in found[key]])
+        yield from _cut([f"{title}: {n['name']}  {n['op']}  {_plain(n['module'])}" for n in found[key]])
     lines = []
     for node in found["changed"]:
-        lines.append(f"differs: {node['name']}  {node['op']}  {one_line(node['module'])}")
+        lines.append(f"differs: {node['name']}  {node['op']}  {_plain(node['module'])}")
         lines += _values("    ", node["fields"])
     yield from _cut(lines)
     yield from _cut([f"parameter {line}" for line in _values("", found["parameters"])])
@@ -63,16 +62,22 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _finding(f: Mapping[str, Any]) -> str:
     values = [f"{n} {t} | {i}" for n, t, i in zip(f["attributes"], f["train"], f["infer"], strict=True)]
-    return one_line(f"{f['code']}  {f['module'] or '(model)'}  {f['op']}  {', '.join(values)}")
+    return _plain(f"{f['code']}  {f['module'] or '(model)'}  {f['op']}  {', '.join(values)}")
 
 
 def _values(indent: str, fields: Mapping[str, Any]) -> list[str]:
-    return [one_line(f"{indent}{key}: {_word(x)} -> {_word(y)}") for key, (x, y) in fields.items()]
+    return [_plain(f"{indent}{key}: {_word(x)} -> {_word(y)}") for key, (x, y) in fields.items()]
 
 
 def _word(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _plain(text: str) -> str:
+    from precgraph.report import one_line  # not before the command runs, so that help is instant
+
+    return one_line(text)
 
 
 def _cut(lines: list[str]) -> Iterator[str]:

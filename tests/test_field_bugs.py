@@ -65,7 +65,7 @@ def left_out(found: list[Row]) -> dict[str, tuple[int, str]]:
     [("vllm:vllm_ignore.json", "as a regular expression"), ("sglang_substring:sglang_ignored.json", "as a substring")],
 )
 def test_a_routers_pattern_leaves_out_gate_up_proj(files: Path, stack: str, how: str) -> None:
-    """Engines load gate_proj and up_proj as gate_up_proj, which ``mlp.gate`` hits: both stay in bf16, in every layer."""
+    """Engines load gate_proj and up_proj as gate_up_proj, which ``mlp.gate`` hits: both stay in bf16."""
     found = left_out(rows(files, "llama", "deep_gemm", stack))
     assert {leaf: count for leaf, (count, _) in found.items()} == {"gate_proj": LAYERS, "up_proj": LAYERS}
     for _, remedy in found.values():

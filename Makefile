@@ -82,7 +82,7 @@ test-gpu: ## the GPU tests, in the current environment; in several processes, fo
 .PHONY: memcheck-gpu
 memcheck-gpu: ## the kernel tests at small sizes under compute-sanitizer's memcheck, without torch's memory cache
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 \
-		$(GPU_PYTHON) -m pytest -m gpu -p no:xdist tests/gpu/test_triton_*.py tests/gpu/test_cuda_wgrad.py \
+		$(GPU_PYTHON) -m pytest -m gpu -p no:xdist tests/gpu/test_triton_*.py \
 		-k '$(MEMCHECK)' $(PYTEST_ARGS)
 
 .PHONY: bench-gpu

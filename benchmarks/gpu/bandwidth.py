@@ -1,7 +1,7 @@
 """How close is each Triton kernel to the card's copy bandwidth?
 
 Every input and output byte counts once. Launches are replayed from a CUDA graph over several sets of inputs, so that
-neither the host nor the L2 cache is measured. ``python benchmarks/gpu/bandwidth.py [NAME ...]`` prints one line a kernel.
+neither the host nor the L2 cache is measured. ``python benchmarks/gpu/bandwidth.py [NAME ...]``: a line a kernel.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from precgraph.errors import NonFiniteError, StaleWeightsError, UnsupportedModelError
 from precgraph.lowering.program import PackKey
 from precgraph.lowering.registry import Pack
+
+Named = tuple[str, str, Tensor]  # a weight's path, what about it holds values, and these
 
 _STORES: weakref.WeakSet[WeightStore] = weakref.WeakSet()
 
@@ -36,7 +38,7 @@ class WeightStore:
         self._steps = dict.fromkeys(self.masters, 0)  # of optimisers, by path
         self._dtypes = {path: t.dtype for path, t in self.masters.items()}
         self._seen: Any = None
-        self._graph: tuple[list[int], torch.cuda.CUDAGraph | None] = [], None
+        self._graph: _Graph | None = None
         _STORES.add(self)
 
     def watch(self) -> None:
@@ -57,6 +59,7 @@ class WeightStore:
             self.packs.update(made)
         if self.version == 0:
             self._require_masters()
+            _require_finite(self._held())
             self.version = 1
             self._seen = self._state()
 
@@ -75,42 +78,41 @@ class WeightStore:
             device = self.masters[key.path].device
             if device != next(iter(pack.tensors().values())).device:
                 raise StaleWeightsError(f"the model moved to {device}", path=key.path, remedy="compile it again")
-        self._refill()
-        _require_finite(_values_of(self.packs))
+        if not bool(self._refill()):
+            _require_finite(self._held())
         self.version += 1
         self._seen = self._state()
         return self.version
 
-    def _refill(self) -> None:
-        """Every pack from its master; on a GPU, where launching takes longer than quantising, as one CUDA graph.
+    def _refill(self) -> Tensor:
+        """Every pack from its master; whether all that the store holds is finite now.
 
-        The graph is captured at the second refresh of the same storage, and dropped when any of it has moved.
+        On a GPU, where launching takes longer than quantising, one CUDA graph does it: captured at the second refresh
+        of the same storage, and dropped when any of it has moved.
         """
         storages = [getattr(pack, "storage", None) for pack in self.packs.values()]
         if self.device.type != "cuda" or None in storages:
-            self._update()
-            return
+            return self._update()
         kept = [t for storage in storages if storage for t in storage()]
         places = [t.data_ptr() for t in (*self.masters.values(), *kept)]
-        seen, graph = self._graph
-        if places != seen:
-            self._graph = places, None
-            self._update()
-            return
-        if graph is None:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._update()
-            self._graph = places, graph
-        graph.replay()
+        if self._graph is None or self._graph.places != places:
+            self._graph = _Graph(places)
+            return self._update()
+        return self._graph.run(self._update)
 
-    def _update(self) -> None:
+    def _update(self) -> Tensor:
         for key, pack in self.packs.items():
             pack.update(self.masters[key.path].detach())
+        return _all_finite(self._held())
+
+    def _held(self) -> list[Named]:
+        """What must be finite: the masters that no pack is made from, and what packs hold besides codes."""
+        packed = {key.path for key in self.packs}
+        loose = [(path, "the weight holds", m.detach()) for path, m in self.masters.items() if path not in packed]
+        return [*loose, *_values_of(self.packs)]
 
     def _require_masters(self) -> None:
-        """Masters have the dtype that they were compiled with, and those that no pack is made from are finite."""
-        packed = {key.path for key in self.packs}
+        """Masters have the dtype that they were compiled with."""
         for path, master in self.masters.items():
             if master.dtype != self._dtypes[path]:
                 raise UnsupportedModelError(
@@ -118,8 +120,6 @@ class WeightStore:
                     path=path,
                     remedy=f"convert it back, model.to({self._dtypes[path]})",
                 )
-        loose = [(path, "the weight holds", m.detach()) for path, m in self.masters.items() if path not in packed]
-        _require_finite(loose)
 
     @property
     def device(self) -> torch.device:
@@ -170,9 +170,6 @@ class WeightStore:
             self._steps[path] += id(master) in stepped
 
 
-Named = tuple[str, str, Tensor]  # a weight's path, what about it holds values, and these
-
-
 def _values_of(packs: Mapping[PackKey, Pack]) -> list[Named]:
     """Scales, and values that are kept as they are: where a non-finite weight shows."""
     return [
@@ -182,20 +179,41 @@ def _values_of(packs: Mapping[PackKey, Pack]) -> list[Named]:
     ]
 
 
-def _require_finite(named: Iterable[Named]) -> None:
-    """NonFiniteError for the first tensor with NaN or infinity; one synchronisation a dtype if there is none."""
-    by_dtype: dict[torch.dtype, list[Named]] = {}
-    for entry in named:
-        if entry[2].is_floating_point() and entry[2].dtype.itemsize > 1 and entry[2].numel():  # FP8 codes are finite
-            by_dtype.setdefault(entry[2].dtype, []).append(entry)
-    for entries in by_dtype.values():
-        if torch.isfinite(torch.nn.utils.get_total_norm([t for _, _, t in entries], math.inf)):
-            continue
-        for path, what, tensor in entries:
-            if not torch.isfinite(torch.stack(torch.aminmax(tensor))).all():
-                raise NonFiniteError(
-                    f"{what} NaN or infinity", path=path, remedy="restore the weight from a checkpoint"
-                )
+def _all_finite(named: Iterable[Named]) -> Tensor:
+    """Whether no tensor holds NaN or infinity, as a tensor: nobody waits for it here."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for _, _, tensor in named:
+        if tensor.is_floating_point() and tensor.dtype.itemsize > 1 and tensor.numel():  # FP8 codes are finite
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    norms = [torch.nn.utils.get_total_norm(tensors, math.inf).float() for tensors in by_dtype.values()]
+    return torch.isfinite(torch.stack(norms)).all() if norms else torch.tensor(True)
+
+
+def _require_finite(named: Sequence[Named]) -> None:
+    """NonFiniteError for the first tensor with NaN or infinity; one synchronisation if there is none."""
+    if bool(_all_finite(named)):
+        return
+    for path, what, tensor in named:
+        if not bool(_all_finite([(path, what, tensor)])):
+            raise NonFiniteError(f"{what} NaN or infinity", path=path, remedy="restore the weight from a checkpoint")
+
+
+class _Graph:
+    """A refresh as a CUDA graph, captured at its first run, for storage at these ``places``."""
+
+    def __init__(self, places: list[int]) -> None:
+        self.places = places
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._finite = torch.tensor(True)
+
+    def run(self, update: Callable[[], Tensor]) -> Tensor:
+        if self._graph is None:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._finite = update()
+            self._graph = graph
+        self._graph.replay()
+        return self._finite
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -156,15 +156,26 @@ def main() -> None:
     parser.add_argument("--peers", nargs="*", default=["eager", "compiled", "liger"])
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
-    for batch in options.batch:
-        sequences, length = map(int, batch.split("x"))
-        ids = torch.randint(32768, (sequences, length), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
-        table = {name: times for kind in options.peers for name, times in peers(kind, options.layers, ids)}
+    tables: dict[str, dict[str, Times]] = {batch: {} for batch in options.batch}
+    for batch, table in tables.items():
         with fresh(options.layers) as model:
-            table["precgraph FP8"] = measure_ours(model, ids, Recipe.jet_rl(), profiled=options.profile)
+            table["precgraph FP8"] = measure_ours(model, tokens(batch), Recipe.jet_rl(), profiled=options.profile)
         with fresh(options.layers) as model:
-            table["precgraph, X 128x128"] = measure_ours(model, ids, wgrad_in_blocks(), profiled=False)
-        report(f"{options.layers} layers, {batch}", table)
+            table["precgraph, X 128x128"] = measure_ours(model, tokens(batch), wgrad_in_blocks(), profiled=False)
+    for kind in options.peers:  # Liger last: it replaces functions of transformers for the whole process
+        for batch, table in tables.items():
+            table.update(peers(kind, options.layers, tokens(batch)))
+            report(f"{options.layers} layers, {batch}", table)
+    for batch, table in tables.items():
+        append(
+            "layers", (row for name, t in table.items() for row in rows(f"{name}, {options.layers} layers, {batch}", t))
+        )
+
+
+def tokens(batch: str) -> Tensor:
+    """Token ids ``[B, S]`` for a batch such as ``4x2048``."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    return torch.randint(32768, tuple(map(int, batch.split("x"))), device="cuda", generator=generator)
 
 
 def wgrad_in_blocks() -> Recipe:
@@ -195,7 +206,6 @@ def report(shape: str, table: dict[str, Times]) -> None:
             best = min(b.forward for b in bf16), min(b.both for b in bf16)
             line += f"   {best[0] / t.forward:5.2f} {best[1] / t.both:5.2f}"
         print(f"{line}   {t.saved:6.2f}", flush=True)
-    append("layers", (row for name, t in table.items() for row in rows(f"{name}, {shape}", t)))
 
 
 def rows(shape: str, t: Times) -> list[Result]:

@@ -153,10 +153,10 @@ def test_a_module_without_tensors() -> None:
         precgraph.compile(nn.ReLU(), example_inputs=(X,))
 
 
-@pytest.mark.parametrize("key", ["edge", "master"])
-def test_gradient_rules_that_no_program_has(key: str) -> None:
+@pytest.mark.parametrize(("key", "dtype"), [("edge", "float32"), ("master", "float16")])
+def test_gradient_rules_that_no_program_has(key: str, dtype: str) -> None:
     data = precgraph.Recipe.jet_rl().to_dict()
-    data["gradient"][key] = "float32"
+    data["gradient"][key] = dtype
     with pytest.raises(LoweringError, match=f"gradient.{key}"):
         precgraph.compile(llama(), recipe=precgraph.Recipe.from_dict(data))
 

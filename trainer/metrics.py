@@ -83,7 +83,7 @@ def mismatch(
     out: Record = {
         "mismatch/mean": mean(size),
         "mismatch/max": float(size.max()) if size.numel() else 0.0,
-        "mismatch/k3": mean(ratio - 1 - delta),
+        "mismatch/k3": mean(delta.clamp(max=math.log(1e30)).expm1() - delta),
         "mismatch/kl": mean(-delta),
         "mismatch/ratio_mean": mean(ratio) if size.numel() else 1.0,
         "mismatch/mult_prob_error": mean(size.clamp(max=math.log(1e30)).exp()) if size.numel() else 1.0,

@@ -28,6 +28,7 @@ from precgraph.errors import CheckError
 SCHEMA = 1
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
 ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)
+_LARGEST = 69.0  # a Δ that exp is cut off at, about log 1e30
 ERROR_LIMIT = 1.05  # of mean exp|Δ|, above which NeMo-RL's documentation calls a run suspect
 
 
@@ -123,7 +124,7 @@ class _Tokens:
 
 
 def _ratio(delta: Array) -> Array:
-    return np.asarray(np.exp(np.minimum(delta, 69.0)))
+    return np.asarray(np.exp(np.minimum(delta, _LARGEST)))
 
 
 def _measures(t: _Tokens, rows: Sequence[Logged]) -> dict[str, float]:
@@ -136,7 +137,7 @@ def _measures(t: _Tokens, rows: Sequence[Logged]) -> dict[str, float]:
         "mean": float(t.size.mean()),
         "max": float(t.size.max()),
         "bias": float(t.delta.mean()),
-        "k3": float((ratio - 1 - t.delta).mean()),
+        "k3": float((np.expm1(np.minimum(t.delta, _LARGEST)) - t.delta).mean()),
         "ratio_mean": float(ratio.mean()),
         "mult_prob_error": float(_ratio(t.size).mean()),
     }

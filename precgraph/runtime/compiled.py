@@ -328,11 +328,12 @@ def _compiled(
     model: nn.Module, mode: str, recipe: Recipe, backend: str, checked: bool, shared: Compiled | None,
     recompute: str, example_inputs: Sequence[Tensor] | None = None,
 ) -> Any:  # fmt: skip
-    if recipe.gradient.edge != "bfloat16":
-        raise LoweringError(
-            f"gradient.edge = {recipe.gradient.edge!r} describes another stack; here it is bfloat16",
-            remedy='set gradient.edge = "bfloat16"',
-        )
+    for key, served in (("edge", ("bfloat16",)), ("master", ("bfloat16", "float32"))):
+        if (value := getattr(recipe.gradient, key)) not in served:
+            raise LoweringError(
+                f"gradient.{key} = {value!r} describes another stack; here it is {' or '.join(served)}",
+                remedy=f'set gradient.{key} = "{served[0]}"',
+            )
     traced = shared.trace if shared else trace(model, example_inputs)
     if not traced.tensors:
         raise UnsupportedModelError(f"{type(model).__name__} has no parameter or buffer: there is nothing to compile")

@@ -9,7 +9,6 @@ of independent errors add up, and their absolute values do not.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,13 +20,14 @@ from precgraph.errors import CheckError, LoweringError, RecipeError
 from precgraph.graph import op_name, precision
 from precgraph.lowering.program import Block, block_of
 from precgraph.probe import Pair, Run, Step
-from precgraph.recipe import Recipe
+from precgraph.recipe import BACKWARD_RULES, Recipe
 from precgraph.verify.inclusion import Inclusion
 from precgraph.verify.numerics import LogProbs, mismatch, next_logprobs
+from precgraph.verify.report import masked
 
 BY = ("roles", "layers", "modules")
 _OPERANDS = ("activation", "weight")  # of linears
-_BACKWARD = ("grad_output", "wgrad_grad_output", "wgrad_activation", "fuse_projections")
+_BACKWARD = [key for table, key in BACKWARD_RULES if table == "linear"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ class _Search:
             raise CheckError("the two programs are not cut into the same layers", remedy="use --by modules")
         names = Names(self.pair)
         for index, name in enumerate(self.infer.segments):
-            if not names.differ(lambda record, name=name: record.precision.segment == name):  # type: ignore[misc]
+            if not names.differ(name):
                 continue
             self.step(f"giving back {name} ({index + 1} of {len(self.infer.segments)})")
             run = self.pair.run("infer", self.ids)
@@ -228,11 +228,12 @@ class Names:
     def train(self, name: str) -> str:
         return self.pairs.to_train[name]
 
-    def differ(self, where: Callable[[Any], bool]) -> bool:
-        """Whether a finding, or what follows from one, is at a node where this holds."""
+    def differ(self, segment: str) -> bool:
+        """Whether a finding, or what follows from one, is at a node of this segment."""
         check = self.inclusion
-        infer = any(where(check.infer.records[i]) for i in check.owner_i if i in check.forward and self._own(i))
-        return infer or any(where(check.train.records[t]) for t in check.owner_t if t in check.train_forward)
+        found = [check.infer.records[i] for i in check.owner_i if i in check.forward and self._own(i)]
+        found += [check.train.records[t] for t in check.owner_t if t in check.train_forward]
+        return any(record.precision.segment == segment for record in found)
 
     def _own(self, name: str) -> bool:
         """Whether a node differs itself, rather than in what it is given."""
@@ -254,11 +255,6 @@ class Names:
             if (i in check.owner_i and self._own(i)) or inside or any(q in check.owner_i for q in reads):
                 found[masked(record.precision.module)] = None
         return list(found)
-
-
-def masked(module: str) -> str:
-    """``model.layers.3.mlp`` as ``model.layers.*.mlp``."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
 class Substitute:

@@ -20,6 +20,11 @@ from precgraph.formats import Format
 
 E4M3 = "float8_e4m3fn"
 DTYPES = ("bfloat16", "float16", "float32")
+# Table and key of the rules that no forward value depends on.
+BACKWARD_RULES = (
+    ("linear", "grad_output"), ("linear", "wgrad_grad_output"), ("linear", "wgrad_activation"),
+    ("linear", "fuse_projections"), ("gradient", "edge"), ("gradient", "master"),
+)  # fmt: skip
 
 
 def _fp8(granularity: str) -> Format:

@@ -11,13 +11,9 @@ import tomlkit
 
 from precgraph.errors import RecipeError
 from precgraph.fix.plan import Change
-from precgraph.recipe import Recipe
+from precgraph.recipe import BACKWARD_RULES, Recipe
 
-# No forward value depends on these, so sides may differ in them.
-_BACKWARD = {
-    ("name",), ("gradient",), ("linear", "grad_output"), ("linear", "wgrad_grad_output"),
-    ("linear", "wgrad_activation"), ("linear", "fuse_projections"),
-}  # fmt: skip
+_MAY_DIFFER = {("name",), *BACKWARD_RULES}
 # What a stack's recipe says; the rest of it is compared as if it were equal.
 _OF_STACKS = {("linear", "activation"), ("linear", "weight"), ("select",)}
 
@@ -47,7 +43,7 @@ def follow(path: Path, recipe: Recipe, other: Recipe, *, other_is_stack: bool) -
 def _take(wanted: dict[str, Any], ours: Mapping[str, Any], theirs: Mapping[str, Any], at: Any, stack: bool) -> None:
     for key in dict.fromkeys([*ours, *theirs]):
         here = (*at, key)
-        if here in _BACKWARD:
+        if here in _MAY_DIFFER:
             continue
         inside = any(here[: len(p)] == p[: len(here)] for p in _OF_STACKS)
         if stack and not inside:

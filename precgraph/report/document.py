@@ -91,6 +91,12 @@ def rows_of(document: Mapping[str, Any], *states: str) -> list[dict[str, Any]]:
     return [row for row in document["rows"] if row["state"] in states]
 
 
+def value_lines(row: Mapping[str, Any]) -> list[str]:
+    """What differs, an attribute a line, with both values."""
+    columns = zip(row["attributes"], row["train"], row["infer"], strict=True)
+    return [f"{name}: train {train} | infer {infer}" for name, train, infer in columns]
+
+
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
     """One word (consistent, accepted, unclean, inconsistent) and the rest of the sentence."""
     failing = [f for f in document["violations"] if f["code"] != UNUSED]

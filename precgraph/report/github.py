@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precgraph.report.document import rows_of, verdict
+from precgraph.report.document import rows_of, value_lines, verdict
 
 _COMMANDS = {
     "violation": "error",
@@ -31,12 +31,9 @@ def render(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _message(row: Mapping[str, Any]) -> str:
-    values = [
-        f"{a}: train {t} | infer {i}" for a, t, i in zip(row["attributes"], row["train"], row["infer"], strict=True)
-    ]
     count = f"{row['count']} nodes; " if row["count"] > 1 else ""
     last = f"accepted: {row['reason']}" if "reason" in row else f"what to do: {row['remedy']}"
-    return "\n".join([f"{count}{row['message']}", *values, last])
+    return "\n".join([f"{count}{row['message']}", *value_lines(row), last])
 
 
 def _data(text: str) -> str:

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from precgraph.report.document import rows_of, verdict
+from precgraph.report.document import rows_of, value_lines, verdict
 from precgraph.report.families import FAMILIES, families
 
 # XML 1.0 has no character for these, escaped or not.
@@ -58,10 +58,11 @@ def _case(group: str, row: Mapping[str, Any]) -> ET.Element:
 
 
 def _lines(row: Mapping[str, Any]) -> Sequence[str]:
-    values = [
-        f"{a}: train {t} | infer {i}" for a, t, i in zip(row["attributes"], row["train"], row["infer"], strict=True)
+    return [
+        f"{row['module'] or '(model)'}  {row['op']}, {row['count']} nodes",
+        *value_lines(row),
+        f"what to do: {row['remedy']}",
     ]
-    return [f"{row['module'] or '(model)'}  {row['op']}, {row['count']} nodes", *values, f"what to do: {row['remedy']}"]
 
 
 def clean(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from precgraph.report.document import verdict
+from precgraph.report.document import value_lines, verdict
 from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
 
@@ -96,10 +96,11 @@ def _rule(code: str, index: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _message(row: Mapping[str, Any]) -> str:
-    values = [
-        f"{a}: train {t} | infer {i}" for a, t, i in zip(row["attributes"], row["train"], row["infer"], strict=True)
+    lines = [
+        f"{row['module'] or 'the model'} ({row['op']}): {row['message']}",
+        *value_lines(row),
+        f"What to do: {row['remedy']}",
     ]
-    lines = [f"{row['module'] or 'the model'} ({row['op']}): {row['message']}", *values, f"What to do: {row['remedy']}"]
     return "\n".join(lines)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from precgraph.errors import CheckError
 from precgraph.formats import Format
 from precgraph.graph import PrecisionGraph
+from precgraph.recipe import BACKWARD_RULES
 from precgraph.verify.align import Aligner, Alignment
 from precgraph.verify.program import Program, canonicalise, describe, lineage, same_tensor
 from precgraph.verify.regions import Region, Regions
@@ -27,10 +28,6 @@ from precgraph.verify.signature import Difference, local_differences
 
 # Attributes that may follow from the dtype of an operand.
 _FOLLOWS_OPERAND = ("dtype", "compute")
-_BACKWARD_RULES = (
-    ("linear", "grad_output"), ("linear", "wgrad_grad_output"), ("linear", "wgrad_activation"),
-    ("linear", "fuse_projections"), ("gradient", "edge"), ("gradient", "master"),
-)  # fmt: skip
 
 
 def check_inclusion(train: PrecisionGraph, infer: PrecisionGraph) -> Report:
@@ -280,7 +277,7 @@ class Inclusion:
             return
         if ("weight" in a.get("linear", {})) != ("weight" in b.get("linear", {})):
             return  # the forward differs, and every linear says so
-        for table, key in _BACKWARD_RULES:
+        for table, key in BACKWARD_RULES:
             ours, theirs = a.get(table, {}).get(key), b.get(table, {}).get(key)
             if ours != theirs:
                 name = f"{table}.{key}"

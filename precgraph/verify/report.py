@@ -61,7 +61,8 @@ class Report:
     ``ok`` means that nothing that was compared differs. ``not_proved`` lists what the rollout's bits may depend on and
     the check could not decide: row invariance of kernels, parameters matched by structure because their names differ,
     buffers without values, kernels of graphs that are not lowered. A proof is ``ok`` with nothing in that list.
-    ``compared`` counts what was compared, the ``unit`` being nodes of the rollout's graph, or stored tensors.
+    ``compared`` counts what was compared, the ``unit`` being nodes of the rollout's graph, their values, modules, stored
+    tensors, or facts of two machines.
     """
 
     compared: int
@@ -147,6 +148,11 @@ def fold(findings: Iterable[Finding], violation: bool) -> list[Row]:
         number, key = _masked(finding)
         groups.setdefault(key, []).append((number, finding))
     return [_row(key, members, violation) for key, members in groups.items()]
+
+
+def masked(module: str) -> str:
+    """``model.layers.3.mlp`` as ``model.layers.*.mlp``."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
 
 
 def _masked(finding: Finding) -> tuple[int | None, tuple[Any, ...]]:

@@ -137,6 +137,7 @@ RULES: dict[str, Rule] = {
     ),
     "flag": Rule("PG705 process flag", "a global switch that changes fp32 results", "set it alike in both processes"),
     "digest": Rule("PG706 digest", "the digest of the program", "compare the programs: precgraph check MODEL"),
+    # What is no difference by itself.
     "backward": Rule(
         "PG901 backward only", "a rule of the backward, which no forward value depends on", "none is needed"
     ),
@@ -150,14 +151,19 @@ RULES: dict[str, Rule] = {
         "parameters that were matched by structure because their names differ",
         "compare the weights too: --level weights",
     ),
+    "not_lowered": Rule(
+        "PG904 kernels not compared", "which kernels run the two programs", "lower both, then check"
+    ),
     "skip pattern": Rule(
         "PG905 skip pattern", "whether a skip list leaves out only layers that it names", "name the layers in full"
     ),
     "unused pattern": Rule(
         "PG906 unused pattern", "whether each pattern of a skip list names a linear layer", "correct or remove it"
     ),
-    "not_lowered": Rule(
-        "PG904 kernels not compared", "which kernels run the two programs", "lower both, then check"
+    "no content": Rule(
+        "PG907 buffer values unknown",
+        "a buffer or constant without values (meta device)",
+        "check the models with their values loaded",
     ),
     "no effect": Rule(
         "PG908 no effect measured", "a difference of the annotation that changed no bit on the probe tokens",
@@ -172,11 +178,6 @@ RULES: dict[str, Rule] = {
     ),
     "no influence": Rule("PG911 no influence", "a difference of the machines that changes no bit", "none is needed"),
     "not recorded": Rule("PG912 not recorded", "a fact that one record lacks", "write both records alike"),
-    "no content": Rule(
-        "PG907 buffer values unknown",
-        "a buffer or constant without values (meta device)",
-        "check the models with their values loaded",
-    ),
 }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from precgraph.errors import InputError
 from precgraph.formats import Format
 from precgraph.graph import PrecisionGraph, Record
-from precgraph.saved import saved_bytes
+from precgraph.saved import saved_bytes_a_token
 
 _LAYER = re.compile(r"\.(\d+)$")
 _GAP = "  "
@@ -82,9 +82,9 @@ def render_text(graph: PrecisionGraph, *, fold: bool = True, layer: int | None =
 def render_saved(graph: PrecisionGraph) -> list[str]:
     """What the backward keeps of the forward, a line a segment (neighbours that keep the same share one)."""
     lines = []
-    for size, members in groupby(saved_bytes(graph, 128).items(), key=lambda item: item[1]):
+    for size, members in groupby(saved_bytes_a_token(graph).items(), key=lambda item: item[1]):
         names = [name or "model" for name, _ in members]
-        lines.append(f"{_GAP}{' to '.join(dict.fromkeys((names[0], names[-1])))}{_GAP}{size / 128:g}")
+        lines.append(f"{_GAP}{' to '.join(dict.fromkeys((names[0], names[-1])))}{_GAP}{size:g}")
     return ["", "== saved for the backward, bytes a token", *lines] if lines else []
 
 

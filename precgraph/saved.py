@@ -17,6 +17,7 @@ from precgraph import ops
 from precgraph.errors import GraphError
 from precgraph.graph import PrecisionGraph, op_name, precision, tensor
 
+TOKENS = 128  # what groups along tokens are as long as, so that nothing is padded
 Buffer = tuple[fx.Node, ...]  # the values that share one piece of memory, without their views
 
 # Results that share their operand's memory, whatever its strides.
@@ -28,10 +29,10 @@ VIEWS = frozenset((
 ))  # fmt: skip
 
 
-def saved_bytes(graph: PrecisionGraph, tokens: int = 128) -> dict[str, int]:
+def saved_bytes(graph: PrecisionGraph, tokens: int = TOKENS) -> dict[str, int]:
     """Bytes kept per segment of a training graph that runs ``tokens`` tokens; a buffer counts where it is first read.
 
-    Divided by ``tokens``, a multiple of 128, they are bytes a token. Empty without a backward.
+    Empty without a backward.
     """
     seen: set[Buffer] = set()
     found: dict[str, int] = {}
@@ -45,6 +46,11 @@ def saved_bytes(graph: PrecisionGraph, tokens: int = 128) -> dict[str, int]:
             found[segment] = sum(buffer_bytes(b, tokens) for b in kept if b not in seen)
         seen.update(kept)
     return found
+
+
+def saved_bytes_a_token(graph: PrecisionGraph) -> dict[str, float]:
+    """:func:`saved_bytes` of whole groups of tokens, divided by their number."""
+    return {segment: size / TOKENS for segment, size in saved_bytes(graph).items()}
 
 
 def is_saved_by(value: fx.Node, reader: fx.Node) -> bool:

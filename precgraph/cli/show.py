@@ -47,10 +47,10 @@ def show(
         traced = trace_model(model, step)
         step(f"building the {mode} program")
         before, graph = _stages(traced, mode, rules, backend, after)
-    from precgraph.saved import saved_bytes
-
     if style == "json":
-        write_json(graph.to_json() | {"saved_bytes_a_token": {k: v / 128 for k, v in saved_bytes(graph, 128).items()}})
+        from precgraph.saved import saved_bytes_a_token
+
+        write_json(graph.to_json() | {"saved_bytes_a_token": saved_bytes_a_token(graph)})
         return
     from precgraph.render import render_dot, render_saved, render_text
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from torch import fx
 
 from precgraph.graph import PrecisionGraph, op_name, output_node, precision
-from precgraph.saved import Buffer, buffer, buffer_bytes, is_saved_by, is_view
+from precgraph.saved import TOKENS, Buffer, buffer, buffer_bytes, is_saved_by, is_view
 
 CHEAP = {
     "quantize", "quantize_dispatched", "gated", "activate", "rms_norm", "wide_rms_norm", "rope", "polar_rope",
@@ -25,7 +25,6 @@ CHEAP = {
 matrices."""
 
 NOTE = "made again for the backward"
-_TOKENS = 128  # at which bytes are compared: whole groups of tokens
 
 
 def plan_recompute(graph: PrecisionGraph) -> PrecisionGraph:
@@ -79,7 +78,7 @@ class _Plan:
                 instead.add(home)
         if any(precision(n).segment not in segments for n in chain):
             return None
-        less = buffer_bytes(owners, _TOKENS) - sum(buffer_bytes(b, _TOKENS) for b in instead)
+        less = buffer_bytes(owners, TOKENS) - sum(buffer_bytes(b, TOKENS) for b in instead)
         return sorted(chain, key=self.order.__getitem__) if less > 0 else None
 
     def _repeat(self, owners: Buffer, chain: Iterable[fx.Node]) -> None:

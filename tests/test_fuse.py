@@ -24,6 +24,7 @@ from tests.families import causal_lm
 FORWARD = {"norm", "gated", "rotated", "projections"}
 BACKWARD = {
     "norm",
+    "gated",
     "rotated",
     "rotated_backward",
     "norm_backward",

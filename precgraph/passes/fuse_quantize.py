@@ -92,21 +92,11 @@ def norm_backward_add(node: fx.Node) -> list[fx.Node]:
 
 
 def gated_backward_quantize(node: fx.Node) -> list[fx.Node]:
-    """A gated unit's backward, the quantisers of both gradients, and the unit itself if the backward repeats it."""
+    """A gated unit's backward and the quantisers of both gradients."""
     if not is_call(node, ops.gated_backward):
         return []
     parts = _users(node, operator.getitem)
-    return [node, *parts, *(q for part in parts for q in _quantizers(part)), *_repeated_unit(node)]
-
-
-def _repeated_unit(backward: fx.Node) -> list[fx.Node]:
-    """The gated unit of a backward, repeated in that backward for nothing but its quantisers, and these."""
-    gate = backward.args[1]
-    for unit in _users(gate, ops.gated):  # type: ignore[arg-type]
-        quantizers = _quantizers(unit, _place(backward)) if unit.users else []
-        if unit.args == backward.args[1:] and _place(unit) == _place(backward) and len(quantizers) == len(unit.users):
-            return [unit, *quantizers]
-    return []
+    return [node, *parts, *(q for part in parts for q in _quantizers(part))]
 
 
 def gradients_of_projections(node: fx.Node) -> list[fx.Node]:
@@ -136,11 +126,11 @@ def twin_quantizers(node: fx.Node) -> list[fx.Node]:
 
 RULES: tuple[tuple[str, Rule], ...] = (
     ("norm", norm_quantize),
-    ("gated_backward", gated_backward_quantize),
     ("gated", gated_quantize),
     ("rotated", norm_rope),
     ("rotated_backward", norm_rope_backward),
     ("norm_backward", norm_backward_add),
+    ("gated_backward", gated_backward_quantize),
     ("gradients", gradients_of_projections),
     ("wgrads", wgrads_of_projections),
     ("twins", twin_quantizers),

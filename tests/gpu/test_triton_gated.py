@@ -51,19 +51,6 @@ def test_fused_with_the_quantisers_on_column_slices(activation: str, width: int)
         both = torch.cat(right, dim=-1)
         assert_quantized(grads.rows[2], both, ROWS)
         assert_quantized(grads.tokens[2], both, TOKENS)
-        assert grads.unit is None
-        for rows_fmt, tokens_fmt in ((ROWS, TOKENS), (ROWS, None)):
-            again = gated.fused_gated_backward(
-                dy, gate, up, activation, rows_fmt=rows_fmt, tokens_fmt=tokens_fmt, unit_fmt=TOKENS, want_value=True
-            )
-            assert again.unit is not None and again.rows is not None and again.dgate is not None
-            assert_quantized(again.unit, value, TOKENS)
-            assert again.unit.codes.t().is_contiguous(), "as DeepGEMM reads it"
-            assert same_bits(again.dgate, right[0])
-            assert_quantized(again.rows[2], both, ROWS)
-            if tokens_fmt is not None:
-                assert again.tokens is not None
-                assert_quantized(again.tokens[2], both, TOKENS)
 
 
 def test_a_width_that_is_not_whole_blocks() -> None:
@@ -73,8 +60,7 @@ def test_a_width_that_is_not_whole_blocks() -> None:
     assert made.rows is not None and made.tokens is not None
     assert_quantized(made.rows, value, ROWS)
     assert_quantized(made.tokens, value, TOKENS)
-    grads = gated.fused_gated_backward(up, gate, up, "silu", rows_fmt=ROWS, unit_fmt=TOKENS)
-    assert grads.rows is not None and grads.unit is not None
-    assert_quantized(grads.unit, value, TOKENS)
+    grads = gated.fused_gated_backward(up, gate, up, "silu", rows_fmt=ROWS)
+    assert grads.rows is not None
     for i, grad in enumerate(elementwise.gated_backward(up, gate, up, "silu")):
         assert_quantized(grads.rows[i], grad, ROWS)

@@ -50,15 +50,13 @@ class GatedGrads:
     """What :func:`fused_gated_backward` made; None where it was not asked for.
 
     ``rows`` and ``tokens`` are (dgate, dup, both): the parts are column slices of ``both [..., 2·pad(I)]``, which is
-    the gradient of a fused gate-and-up projection whose parts are padded to 128 each. ``unit`` is the value of the
-    forward, ``act(gate) * up``, quantised along tokens.
+    the gradient of a fused gate-and-up projection whose parts are padded to 128 each.
     """
 
     dgate: Tensor | None
     dup: Tensor | None
     rows: tuple[QTensor, ...] | None
     tokens: tuple[QTensor, ...] | None
-    unit: QTensor | None
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -124,16 +122,10 @@ def fused_gated_backward(
     *,
     rows_fmt: Format | None = None,
     tokens_fmt: Format | None = None,
-    unit_fmt: Format | None = None,
     want_value: bool = False,
 ) -> GatedGrads:
-    """:func:`gated_backward`, its value optional, both gradients quantised for DGrad and WGrad in one read.
-
-    With ``unit_fmt`` also ``act(gate) * up`` along tokens, the WGrad operand of the linear that read it.
-    """
+    """:func:`gated_backward`, its value optional, both gradients quantised for DGrad and WGrad in one read."""
     shape, height, (rows_rule, tokens_rule) = _prepare((dy, gate, up), activation, rows_fmt, tokens_fmt)
-    unit_rule = rule(unit_fmt, "128x1")
-    paired = tokens_fmt is not None or unit_fmt is not None
     if tokens_fmt is not None and shape[-1] % GROUP:
         raise LoweringError(
             f"gradients of a gated unit {shape[-1]} wide are not whole blocks of {GROUP}",
@@ -143,8 +135,6 @@ def fused_gated_backward(
     dup = torch.empty_like(dgate) if dgate is not None else None
     rows = new_rows(shape, rows_fmt, dy.device, parts=2) if rows_fmt is not None else None
     tokens = new_tokens(shape, tokens_fmt, dy.device, parts=2) if tokens_fmt is not None else None
-    unit = new_tokens(shape, unit_fmt, dy.device)[0] if unit_fmt is not None else None
-    height = GROUP if paired else height
     grad, left, right = flatten(dy), flatten(gate), flatten(up)
     T, width = left.shape
     tiles = ceil_div(T, height) * ceil_div(width, GROUP)
@@ -158,8 +148,6 @@ def fused_gated_backward(
         rows and rows[-1].scales,
         pairs(tokens[-1] if tokens is not None else None),
         tokens and tokens[-1].scales,
-        pairs(unit),
-        unit and unit.scales,
         T,
         grad.stride(0),
         left.stride(0),
@@ -168,14 +156,12 @@ def fused_gated_backward(
         height,
         activation,
         source(rows_fmt, tokens_fmt),
-        source(unit_fmt),
         rows_rule,
         tokens_rule,
-        unit_rule,
-        num_warps=8 if paired else 4,
+        num_warps=4 if tokens is None else 8,
         **EXACT,
     )
-    return GatedGrads(dgate, dup, rows, tokens, unit)
+    return GatedGrads(dgate, dup, rows, tokens)
 
 
 def _prepare(
@@ -286,8 +272,6 @@ def _gated_backward_kernel(
     rows_scales,
     tokens_codes,
     tokens_scales,
-    unit_codes,
-    unit_scales,
     T,
     dy_stride,
     gate_stride,
@@ -296,23 +280,20 @@ def _gated_backward_kernel(
     ROWS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     SOURCE: tl.constexpr,
-    UNIT_SOURCE: tl.constexpr,
     ROWS_RULE: tl.constexpr,
     TOKENS_RULE: tl.constexpr,
-    UNIT_RULE: tl.constexpr,
 ):
     """One tile ``[ROWS, 128]`` of both gradients; dup's part of the joint buffers starts ``columns`` blocks later."""
-    PAIRED: tl.constexpr = TOKENS_RULE is not None or UNIT_RULE is not None
     columns: tl.constexpr = (WIDTH + 127) // 128
     EVEN: tl.constexpr = WIDTH % 128 == 0
-    if not PAIRED:
+    if TOKENS_RULE is None:
         line, column = tl.program_id(0) // columns, tl.program_id(0) % columns
     else:
         line, column = tile_of(tl.program_id(0), tl.cdiv(T, 128), columns)
     col = column * 128
     cols = col + tl.arange(0, 128)
     to = columns * 128 + col
-    if not PAIRED:
+    if TOKENS_RULE is None:
         rows = line * ROWS + tl.arange(0, ROWS)
         into_gate, into_up = _grads(
             dy, gate, up, dgate, dup, rows, cols, T, dy_stride, gate_stride, up_stride, WIDTH, ACTIVATION
@@ -323,13 +304,6 @@ def _gated_backward_kernel(
     else:
         K: tl.constexpr = 2 * WIDTH
         rows = line * 128 + 2 * tl.arange(0, 64)
-        if UNIT_RULE is not None:
-            # On its own, behind a barrier: the gradients read the tile again, from the L1 cache. Together they would
-            # need more registers than there are.
-            even = _value(gate, up, None, rows, cols, T, gate_stride, up_stride, WIDTH, ACTIVATION).to(UNIT_SOURCE)
-            odd = _value(gate, up, None, rows + 1, cols, T, gate_stride, up_stride, WIDTH, ACTIVATION).to(UNIT_SOURCE)
-            store_tokens(even, odd, unit_codes, unit_scales, line, cols, T, WIDTH, WIDTH, UNIT_RULE, EVEN)
-            tl.debug_barrier()
         gate_even, up_even = _grads(
             dy, gate, up, dgate, dup, rows, cols, T, dy_stride, gate_stride, up_stride, WIDTH, ACTIVATION
         )
@@ -343,6 +317,5 @@ def _gated_backward_kernel(
             store_rows(gate_odd, rows_codes, rows_scales, rows + 1, col, T, columns * 256, ROWS_RULE)
             store_rows(up_even, rows_codes, rows_scales, rows, to, T, columns * 256, ROWS_RULE)
             store_rows(up_odd, rows_codes, rows_scales, rows + 1, to, T, columns * 256, ROWS_RULE)
-        if TOKENS_RULE is not None:
-            store_tokens(gate_even, gate_odd, tokens_codes, tokens_scales, line, cols, T, K, K, TOKENS_RULE, EVEN)
-            store_tokens(up_even, up_odd, tokens_codes, tokens_scales, line, WIDTH + cols, T, K, K, TOKENS_RULE, EVEN)
+        store_tokens(gate_even, gate_odd, tokens_codes, tokens_scales, line, cols, T, K, K, TOKENS_RULE, EVEN)
+        store_tokens(up_even, up_odd, tokens_codes, tokens_scales, line, WIDTH + cols, T, K, K, TOKENS_RULE, EVEN)

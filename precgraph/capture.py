@@ -29,7 +29,6 @@ from precgraph.verify.values import Fingerprint, fingerprint
 
 SCHEMA = 1
 IDS = "input_ids"
-SUFFIX = ".safetensors"
 _KEY = "precgraph"
 _DTYPES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",

@@ -22,6 +22,7 @@ from precgraph.attention import IMPLEMENTATION
 from precgraph.capture import Capture
 from precgraph.checking import lowered
 from precgraph.cli import app
+from precgraph.cli.numerics import measures
 from precgraph.formats import Format, QTensor, dequantize, quantize
 from precgraph.graph import PrecisionGraph, annotate
 from precgraph.lowering.lower import lower
@@ -32,6 +33,7 @@ from precgraph.report import load
 from precgraph.runtime.store import WeightStore
 from precgraph.trace import Trace, trace
 from precgraph.verify.numerics import Numerics, mismatch
+from precgraph.verify.report import Report
 from precgraph.verify.values import compare
 from tests.families import CAUSAL_LMS, VOCABULARY, causal_lm
 from tests.surgery import insert, set_argument, set_spec, swap, swap_parameters
@@ -67,7 +69,7 @@ def found(outcome: Numerics) -> set[tuple[str, str, str]]:
 def test_one_recipe_gives_no_differing_bit(family: str) -> None:
     outcome = measure(trace(causal_lm(family)), JET, JET)
     assert outcome.report.ok
-    assert outcome.exit_code == outcome.differing == 0
+    assert outcome.report.exit_code == outcome.differing == 0
     assert outcome.first is None
     assert not outcome.report.notes
     assert outcome.report.compared > 40
@@ -178,6 +180,14 @@ def test_k3() -> None:
     out = mismatch(train, torch.tensor([-1.5, -2.0]))
     assert out.k3 == pytest.approx((torch.tensor(0.5).double().exp().item() - 1.5) / 2)
     assert (out.largest, out.mean, out.differing) == (0.5, 0.25, 1)
+
+
+def test_numbers_that_json_lacks_are_null() -> None:
+    broken = mismatch(torch.tensor([torch.nan, -1.0]), torch.tensor([-1.0, -1.0]))
+    found = measures(Numerics(Report(1), None, (), (), broken, 1))["logprobs"]
+    assert json.loads(json.dumps(found, allow_nan=False)) == {
+        "tokens": 2, "differing": 1, "mean": None, "largest": None, "k3": None,
+    }  # fmt: skip
 
 
 # ----------------------------------------------------------------------------- command line, captures

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from precgraph.cli.console import choose, console, guarded, progress, write_json
+from precgraph.cli.console import choose, console, finite, guarded, progress, write_json
 from precgraph.cli.model import MODEL, SIDE_HELP
+from precgraph.cli.results import Json
 
 if TYPE_CHECKING:
-    from precgraph.bisect import Bisection
+    from precgraph.bisect import Bisection, Part
 
 SCHEMA = 1
 BY = ("roles", "layers", "modules")
@@ -30,9 +31,7 @@ def bisect(
     prompt_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="A text, or token ids in a .json file, in their place.")
     ] = None,
-    json_to: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for -.")
-    ] = None,
+    json_to: Json = None,
 ) -> None:
     """Give parts of the rollout back to the training side one at a time, and say which owns the mismatch.
 
@@ -55,13 +54,17 @@ def bisect(
             {
                 "schema": SCHEMA, "model": model, "sides": {"train": train, "infer": infer}, "by": by,
                 "probe": {"tokens": len(ids), "seed": None if prompt_file else seed, "prompt_file": prompt_file},
-                "total": asdict(result.total), "explained": result.explained, "interaction": result.interaction(),
-                "parts": [asdict(p) for p in result.parts],
+                "total": finite(asdict(result.total)), **finite({"explained": result.explained}),
+                "interaction": result.interaction(), "parts": [_part(p) for p in result.parts],
             },
             json_to,
         )  # fmt: skip
     if json_to != "-":
         _print(result, train, infer)
+
+
+def _part(part: Part) -> dict[str, Any]:
+    return {**finite(asdict(part)), "without": part.without and finite(asdict(part.without))}
 
 
 def _print(result: Bisection, train: str, infer: str) -> None:

@@ -73,7 +73,8 @@ def check(
     choose("--level", level, LEVELS)
     if (fix or diff) and level not in ("graph", "weights"):
         raise InputError(f"--fix and --diff know nothing of level {level}", remedy="leave them out")
-    output = results.Output(json_to, html, sarif, junit, github, suppressions, baseline, fix, diff)
+    formats = results.Formats(json_to, html, sarif, junit, github)
+    output = results.Output(formats, suppressions, baseline, fix=fix, diff=diff)
     if level == "env":
         from precgraph.cli.env import check_machines
 

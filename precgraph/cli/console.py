@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -117,6 +118,11 @@ def write_json(data: Any, target: str = "-") -> None:
         sys.stdout.write(text)
     else:
         write_file(Path(target), text)
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with null for NaN and infinity, which JSON has no numbers for."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def write_file(path: Path, text: str) -> None:

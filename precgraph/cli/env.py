@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from precgraph.cli.console import console, guarded, progress, write_json
-from precgraph.cli.results import Output
+from precgraph.cli.results import Json, Output
 from precgraph.errors import InputError
 
 
@@ -17,9 +17,7 @@ def env(
         str | None, typer.Option(metavar="MODEL", help="Record the digests of this model's programs too.")
     ] = None,
     recipe: Annotated[str, typer.Option(metavar="SPEC", help="The recipe of these programs.")] = "jet_rl",
-    json_to: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the record to FILE, or to stdout for -.")
-    ] = None,
+    json_to: Json = None,
 ) -> None:
     """Record what can change a bit on this machine: versions, cards, CPU, switches, a fixed list of variables.
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precgraph.cli.console import console, progress, settings
+from precgraph.cli.console import console, finite, progress, settings
 from precgraph.cli.results import Output
 from precgraph.errors import InputError, UnsupportedModelError
 
@@ -100,7 +100,7 @@ def _run(
             writer.parameters(parameter_hashes(graph, pair.store))
             outcome = compare_runs(pair.run("train", ids), pair.run("infer", ids), ids, step, writer)
     if not stored:
-        outcome = outcome.with_report(_stored_weights(explain(outcome.report, *pair.sides), infer))
+        outcome = replace(outcome, report=_stored_weights(explain(outcome.report, *pair.sides), infer))
     recipes = {"train": pair.sides[0].recipe.to_dict(), "infer": None if stored else pair.sides[1].recipe.to_dict()}
     context = {
         "model": name, "sides": {"train": train, "infer": infer}, "family": pair.family, "recipes": recipes,
@@ -180,12 +180,12 @@ def _tokenize(text: str, model: str) -> Any:
 
 
 def measures(outcome: Numerics) -> dict[str, Any]:
-    """What was measured, as JSON values; a number that is infinite is null."""
+    """What was measured, as JSON values."""
     return {
         "first": _plain(outcome.first) if outcome.first else None,
         "causes": [_plain(m) for m in outcome.causes],
         "growth": [{"segment": name, **_numbers(delta)} for name, delta in outcome.growth],
-        "logprobs": asdict(outcome.logprobs) if outcome.logprobs else None,
+        "logprobs": finite(asdict(outcome.logprobs)) if outcome.logprobs else None,
     }
 
 
@@ -196,9 +196,7 @@ def _plain(m: Measured) -> dict[str, Any]:
 
 def _numbers(delta: Any) -> dict[str, Any]:
     shares = {"share": delta.share, "bit_share": delta.bit_share}
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in (asdict(delta) | shares).items()
-    }
+    return finite(asdict(delta) | shares)
 
 
 def show(outcome: Numerics) -> None:
@@ -233,14 +231,14 @@ def _words(m: Measured) -> str:
 
 def _causes(causes: Sequence[Measured]) -> Table:
     """What each kind of node does by itself: nodes of all layers in one row."""
-    import re
-
     from rich.markup import escape
     from rich.table import Table
 
+    from precgraph.verify.report import masked
+
     groups: dict[tuple[str, str], list[Measured]] = {}
     for m in causes:
-        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "*", m.module), m.op), []).append(m)
+        groups.setdefault((masked(m.module), m.op), []).append(m)
     table = Table(title="Differ by themselves, on equal inputs", title_justify="left")
     for heading in ("module", "node", "count", "values that differ", "max |Δ|", "relative"):
         table.add_column(heading, justify="left" if heading in ("module", "node") else "right")

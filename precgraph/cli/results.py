@@ -84,22 +84,18 @@ class Output:
 
     def __init__(
         self,
-        json_to: str | None = None,
-        html: Path | None = None,
-        sarif: Path | None = None,
-        junit: Path | None = None,
-        github: bool = False,
-        suppressions: Path | None = None,
-        baseline: Path | None = None,
-        fix: bool = False,
-        diff: bool = False,
+        formats: Formats,
+        suppressions: Path | None,
+        baseline: Path | None,
+        *,
+        fix: bool,
+        diff: bool,
     ) -> None:
         from precgraph.report import load, suppress
 
-        if diff and json_to == "-":
+        if diff and formats.json_to == "-":
             raise InputError("--json - and --diff both want stdout", remedy="write the JSON to a file")
-        self.fix, self.diff = fix, diff
-        self.formats = Formats(json_to, html, sarif, junit, github)
+        self.formats, self.fix, self.diff = formats, fix, diff
         path = suppressions or suppress.find(Path())
         self.suppressions = suppress.read(path) if path else ()
         self.baseline = load(baseline) if baseline else None

@@ -66,14 +66,6 @@ class Numerics:
     differing: int
     hidden: int = 0
 
-    @property
-    def exit_code(self) -> int:
-        return self.report.exit_code
-
-    def with_report(self, report: Report) -> Numerics:
-        """The same measurements under findings that say more."""
-        return replace(self, report=report)
-
 
 def mismatch(train: Tensor, infer: Tensor) -> LogProbs:
     """Compare two vectors of log-probabilities."""

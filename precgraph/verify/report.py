@@ -61,8 +61,8 @@ class Report:
     ``ok`` means that nothing that was compared differs. ``not_proved`` lists what the rollout's bits may depend on and
     the check could not decide: row invariance of kernels, parameters matched by structure because their names differ,
     buffers without values, kernels of graphs that are not lowered. A proof is ``ok`` with nothing in that list.
-    ``compared`` counts what was compared, the ``unit`` being nodes of the rollout's graph, their values, modules, stored
-    tensors, or facts of two machines.
+    ``compared`` counts what was compared, the ``unit`` being nodes of the rollout's graph, their values, modules,
+    stored tensors, or facts of two machines.
     """
 
     compared: int

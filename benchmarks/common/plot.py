@@ -32,10 +32,11 @@ def newest(rows: Iterable[Row], benchmark: str) -> list[Row]:
 
 
 def layers(axes: Axes, rows: list[Row], metric: str) -> None:
-    """Milliseconds of each variant, the shortest bar last."""
-    times = sorted(((float(r["value"]), r["shape"]) for r in rows if r["metric"] == metric), reverse=True)
-    colours = ["tab:green" if name.startswith("precgraph") else "tab:gray" for _, name in times]
-    axes.barh([name for _, name in times], [value for value, _ in times], color=colours)
+    """Milliseconds of each variant, batch by batch, the shortest bar on top."""
+    found = [(r["shape"], float(r["value"])) for r in rows if r["metric"] == metric]
+    found.sort(key=lambda row: (row[0].rpartition(", ")[2], row[1]), reverse=True)
+    colours = ["tab:green" if name.startswith("precgraph") else "tab:gray" for name, _ in found]
+    axes.barh([name for name, _ in found], [value for _, value in found], color=colours)
     axes.set_xlabel("ms")
     axes.set_title(f"Qwen3-8B layers: {metric}")
 
@@ -56,7 +57,10 @@ def main(source: Path = FILE, target: Path | None = None) -> None:
     timed, measured = newest(rows, "layers"), newest(rows, "kernels")
     if not timed and not measured:
         sys.exit(f"{source} has no rows of a GPU: run make bench-gpu on one")
-    figure, axes = plt.subplots(3, 1, figsize=(10, 6 + 0.22 * (len(timed) + len(measured))), layout="constrained")
+    bars = [max(1, len(timed) // 3)] * 2 + [max(1, len(measured) // 2)]  # a variant has three numbers, a kernel two
+    figure, axes = plt.subplots(
+        3, 1, figsize=(10, 3 + 0.25 * sum(bars)), height_ratios=[n + 3 for n in bars], layout="constrained"
+    )
     layers(axes[0], timed, "forward")
     layers(axes[1], timed, "forward + backward")
     kernels(axes[2], measured)

@@ -69,8 +69,8 @@ def k3(reference: Tensor, policy: Tensor) -> Tensor:
 
     Never negative; its mean is the KL divergence (Schulman, "Approximating KL divergence").
     """
-    delta = reference - policy
-    return safe_exp(delta) - 1 - delta.clamp(-LOG_LIMIT, LOG_LIMIT)
+    delta = (reference - policy).clamp(-LOG_LIMIT, LOG_LIMIT)
+    return torch.expm1(delta) - delta  # exp(Δ) - 1 would be the rounding of 1 where Δ is small
 
 
 def correction(

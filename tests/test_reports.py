@@ -154,6 +154,8 @@ def test_reading_a_report_again_gives_its_exit_code_and_formats(tmp_path: Path) 
         ('{"schema": NaN}', "NaN is not a JSON number"), ("[]", "is no report of schema 1"),
         ("{}", "is no report of schema 1"), (json.dumps({**document(), "exit_code": 1}), "at exit_code"),
         (json.dumps({**document(), "rows": ["x" * 1000]}), "at rows/0"),
+        (json.dumps(document(finding()))[:-1] + ', "violations": [], "ok": true, "exit_code": 0}', "is there twice"),
+        (json.dumps(document(finding())).replace('"attributes": [', '"attributes": ["more", ', 1), "its two values"),
     ],
 )  # fmt: skip
 def test_what_is_no_report_is_one_line(text: str, words: str, tmp_path: Path) -> None:

@@ -155,6 +155,7 @@ def test_both_files_are_found_and_read(tmp_path: Path) -> None:
         ("code = 'PG001'\nmodule = 'x'\nreason = 'x'", "PG001 never fails a check by itself, or is about"),
         ("code = 'PG105'\nmodul = 'x'\nreason = 'x'", "unknown key 'modul'"),
         ("code = 105\nmodule = 'x'\nreason = 'x'", "code must be a string"), ("code = ", "is not valid TOML"),
+        ("code = 'PG105'\nmodule = 'x'\nreason = 'x'\nlevel = 'grpah'", "suppression 1: no level is called 'grpah'"),
     ],
 )  # fmt: skip
 def test_an_entry_that_is_not_whole_is_one_line(text: str, words: str, tmp_path: Path) -> None:
@@ -177,6 +178,12 @@ def test_other_shapes_of_the_file_are_refused(tmp_path: Path) -> None:
             read(path)
     with pytest.raises(InputError, match="cannot be read"):
         read(tmp_path / "none.toml")
+    path = tmp_path / "pyproject.toml"
+    for text, words in (("tool = 3", "'tool' is no table"), ("[tool]\nprecgraph = 3", "'precgraph' is no table")):
+        path.write_text(text)
+        for reading in (read, lambda p: find(p.parent)):
+            with pytest.raises(InputError, match=words):
+                reading(path)
 
 
 # ------------------------------------------------------------------------------------------ baseline

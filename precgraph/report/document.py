@@ -196,17 +196,31 @@ def load(path: Path) -> dict[str, Any]:
             f"is no report of schema {SCHEMA}: at {where}: {words}", path=str(path),
             remedy="write one with precgraph check --json",
         )  # fmt: skip
+    states = ("violations", "suppressed", "known", "fixed", "not_proved", "notes", "rows")
+    for where, f in ((f"{key}/{i}", f) for key in states for i, f in enumerate(data[key])):
+        if not len(f["attributes"]) == len(f["train"]) == len(f["infer"]):
+            raise InputError(f"at {where}: not each attribute has its two values", path=str(path))
     return cast("dict[str, Any]", data)
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file; InputError with one line if it cannot be read."""
+    """A JSON file; InputError with one line if it cannot be read, or says one thing twice."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_each_key_once)
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
     except (ValueError, RecursionError) as error:
         raise InputError(f"is not valid JSON: {error}", path=str(path)) from None
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object, unless the last of several values would silently be taken."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        key = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
+        raise ValueError(f"the key {key!r} is there twice")
+    return found
 
 
 def _no_constant(name: str) -> Any:

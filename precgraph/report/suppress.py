@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from precgraph.errors import InputError
-from precgraph.report.families import families
+from precgraph.report.families import LEVELS, families
 from precgraph.verify.report import Finding
 from precgraph.verify.rules import RULES
 
@@ -132,9 +132,11 @@ def _table(path: Path) -> Mapping[str, Any]:
         raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"is not valid TOML: {error}", path=str(path)) from None
-    if path.name == "pyproject.toml":
-        data = data.get("tool", {}).get("precgraph", {})
-    unknown = sorted(data.keys() - {"suppressions"}) if isinstance(data, Mapping) else ["a value"]
+    for name in ("tool", "precgraph") if path.name == "pyproject.toml" else ():
+        data = data.get(name, {})
+        if not isinstance(data, Mapping):
+            raise InputError(f"{name!r} is no table", path=str(path), remedy="write [[tool.precgraph.suppressions]]")
+    unknown = sorted(data.keys() - {"suppressions"})
     if unknown:
         raise InputError(f"unknown key {unknown[0]!r}", path=str(path), remedy="write [[suppressions]] tables")
     return data
@@ -158,4 +160,9 @@ def _entry(path: Path, number: int, data: Mapping[str, Any]) -> Suppression:
         raise InputError(f"{where}: no rule has the code {data['code']!r}{hint}", path=str(path))
     if code.startswith("PG9") or code == RULES["unused suppression"].code.partition(" ")[0]:
         raise InputError(f"{where}: {code} never fails a check by itself, or is about suppressions", path=str(path))
-    return Suppression(code, data["module"], data["reason"].strip(), data.get("level", ""))
+    level = data.get("level", "")
+    if level and level not in LEVELS:  # it would never apply, and never be called unused
+        raise InputError(
+            f"{where}: no level is called {level!r}", path=str(path), remedy=f"levels: {', '.join(LEVELS)}"
+        )
+    return Suppression(code, data["module"], data["reason"].strip(), level)

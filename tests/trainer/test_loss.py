@@ -203,4 +203,4 @@ def test_k3_of_nearly_equal_policies() -> None:
     """Δ²/2 + Δ³/6, where exp(Δ) - 1 - Δ would be noise of fp32."""
     delta = torch.tensor([1e-4, -1e-4, 3e-4])
     right = (delta.double() ** 2 / 2 + delta.double() ** 3 / 6).float()
-    torch.testing.assert_close(k3(delta, torch.zeros(3)), right, rtol=5e-3, atol=0.0)
+    torch.testing.assert_close(loss.k3(delta, torch.zeros(3)), right, rtol=5e-3, atol=0.0)

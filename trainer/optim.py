@@ -58,7 +58,8 @@ class MasterOptimizer:
     def _collector(self, name: str) -> Any:
         def collect(parameter: Tensor) -> None:
             grad = parameter.grad
-            assert grad is not None
+            if grad is None:  # a backward that keeps the sum in main_grad
+                return
             if name in self._sums:
                 self._sums[name].add_(grad)
             else:

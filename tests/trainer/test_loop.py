@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import precgraph
+from precgraph.recipe import GradientRule
 from tests.trainer import tiny
 from trainer import checkpoint, loop, loss, precision
 from trainer.errors import (
@@ -449,3 +450,16 @@ def test_evaluation_leaves_the_run_alone(tmp_path: Path) -> None:
     assert set(got) == {"eval/pass_rate", "eval/reward", "eval/length"} and 0 < got["eval/length"] <= 12
     assert equal(before[0], checkpoint.random_state()) and made.stream.position == before[1]
     assert made.evaluate() == got
+
+
+def test_main_gradients_in_fp32_are_trained_on(tmp_path: Path) -> None:
+    """A recipe that keeps WGrad's fp32 sums: nothing differs from the rollout, and every linear's weight moves."""
+    recipe = tmp_path / "recipe.toml"
+    replace(precgraph.Recipe.jet_rl(), gradient=GradientRule(master="float32")).save(recipe)
+    made = trainer(tmp_path / "run", fresh=True, precision={"recipe": str(recipe)})
+    before = weights(made)
+    made.run()
+    moved = [n for n, w in weights(made).items() if not torch.equal(w, before[n])]
+    assert {n for n in before if "_proj" in n} <= set(moved)
+    assert all(getattr(p, "main_grad", None) is None for p in made.actor.parameters())
+    assert all(r["mismatch/max"] == 0.0 for r in read_records(tmp_path / "run"))

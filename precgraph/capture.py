@@ -30,6 +30,7 @@ from precgraph.verify.values import Fingerprint, fingerprint
 SCHEMA = 1
 IDS = "input_ids"
 _KEY = "precgraph"
+_TABLES: dict[str, type] = {"about": object, "quantized": dict, "parts": int, "weights": str, "parameters": str}
 _DTYPES = {
     torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64",
     torch.int32: "I32", torch.bool: "BOOL", torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3",
@@ -46,7 +47,10 @@ class CaptureWriter:
 
     def __init__(self, path: str | Path, graph: PrecisionGraph, ids: Tensor, about: Mapping[str, Any]) -> None:
         self.path = Path(path)
-        self._part = self.path.with_name(self.path.name + ".part")
+        if self.path.exists() and not self.path.is_file():
+            # A device or pipe would be replaced by a file at the end, which breaks it for everybody.
+            raise InputError("cannot be written: is no regular file", path=str(path), remedy="name a .safetensors file")
+        self._part, self._whole = (self.path.with_name(self.path.name + end) for end in (".part", ".whole"))
         try:
             self._data = self._part.open("w+b")
         except OSError as error:
@@ -68,7 +72,8 @@ class CaptureWriter:
                 self._finish()
         finally:
             self._data.close()
-            self._part.unlink(missing_ok=True)
+            for left in (self._part, self._whole):
+                left.unlink(missing_ok=True)
 
     def parameters(self, hashes: Mapping[str, Fingerprint]) -> None:
         """Hashes of the parameters, by path."""
@@ -102,11 +107,10 @@ class CaptureWriter:
         header = json.dumps({"__metadata__": meta, **self._entries}).encode()
         header += b" " * (-len(header) % 8)
         self._data.seek(0)
-        whole = self.path.with_name(self.path.name + ".whole")
-        with whole.open("wb") as out:
+        with self._whole.open("wb") as out:
             out.write(struct.pack("<Q", len(header)) + header)
             shutil.copyfileobj(self._data, out)
-        os.replace(whole, self.path)
+        os.replace(self._whole, self.path)
 
 
 class Capture:
@@ -120,7 +124,9 @@ class Capture:
         self._file: Any
         try:
             self._file = safe_open(path, framework="pt", device="cpu")
-        except (SafetensorError, OSError) as error:
+        except OSError as error:
+            raise InputError(f"cannot be read: {error}", path=self.path) from None
+        except SafetensorError as error:
             raise InputError(f"is not a whole safetensors file: {error}", path=self.path) from None
         self.names = set(self._file.keys())
         if IDS not in self.names:
@@ -148,6 +154,12 @@ class Capture:
             data = None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:
             raise InputError("has metadata of another version", path=self.path, remedy="capture it again")
+        for table, kind in _TABLES.items():
+            entries = data.get(table, {})
+            if not isinstance(entries, dict) or not all(isinstance(v, kind) for v in entries.values()):
+                raise InputError(
+                    f"has metadata whose {table!r} cannot be read", path=self.path, remedy="capture it again"
+                )
         return data
 
     def _graph(self) -> PrecisionGraph | None:

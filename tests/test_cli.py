@@ -294,6 +294,8 @@ def test_options_that_are_not_choices(llama: Path, tmp_path: Path) -> None:
     assert_error(run("show", llama, "--diff", "--format", "dot"), "--diff is text")
     assert_error(run("show", llama, "--format", "json", "--layer", 1), "json is always the whole graph")
     assert_error(run("check", llama, "--json", tmp_path / "no" / "report.json"), "report.json: cannot be written")
+    assert_error(run("check", llama, "--capture", tmp_path / "x.safetensors"), "--capture is for level numerics")
+    assert_error(run("check", llama, "--prompt-file", "ids.json"), "--prompt-file is for level numerics")
 
 
 def test_a_dropout_that_has_no_exact_rollout(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from precgraph.capture import Capture
 from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.cli.numerics import measures
+from precgraph.errors import InputError
 from precgraph.formats import Format, QTensor, dequantize, quantize
 from precgraph.graph import PrecisionGraph, annotate
 from precgraph.lowering.lower import lower
@@ -392,6 +394,28 @@ def test_foreign_captures_that_do_not_fit(folder: Path, captured: Path, tmp_path
     assert "no meaning beside a capture" in error(folder, "--infer", captured, "--capture", tmp_path / "y.safetensors")
     assert "must run" in error(folder, "--train", captured)
     assert "no weights" in error(folder / "config.json")
+    assert "none.safetensors: cannot be read" in error(folder, "--infer", tmp_path / "none.safetensors")
+    assert "--infer is empty" in error(folder, "--infer", "")
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for target in (tmp_path, pipe):
+        assert "is no regular file" in error(folder, "--tokens", 4, "--capture", target)
+        assert not list(target.parent.glob(f"{target.name}.*"))
+    assert pipe.is_fifo()
+    assert "--seed" in error(folder, "--seed", 2**70)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"quantized": 3}, {"parts": {"rope_table": "x"}}, {"weights": {"x": 3}}, {"parameters": []}, {"about": 3}],
+)
+def test_metadata_of_another_shape_is_refused(change: dict[str, Any], captured: Path, tmp_path: Path) -> None:
+    with safe_open(captured, framework="pt") as file:
+        metadata = file.metadata()
+    metadata["precgraph"] = json.dumps({**json.loads(metadata["precgraph"]), **change})
+    save_file(load_file(captured), tmp_path / "x.safetensors", metadata=metadata)
+    with pytest.raises(InputError, match=f"metadata whose {next(iter(change))!r} cannot be read"):
+        Capture(tmp_path / "x.safetensors")
 
 
 def test_a_missing_module_is_said(folder: Path, tmp_path: Path) -> None:
@@ -408,9 +432,10 @@ def test_prompt_files(folder: Path, tmp_path: Path) -> None:
     good.write_text(json.dumps([5, 6, 7, 8]))
     assert run(folder, "--prompt-file", good, "--json", out).exit_code == 0
     assert report(out)["probe"]["tokens"] == 4
-    for text in ("[1", '["a", "b"]', "[1]", "{}"):
+    for text in ("[1", '["a", "b"]', "[1]", "{}", f"[1, {2**70}]", "[" * 100_000):
         bad.write_text(text)
-        assert run(folder, "--prompt-file", bad).exit_code == 2
+        result = run(folder, "--prompt-file", bad)
+        assert result.exit_code == 2 and "bad.json" in result.stderr, result.output
 
 
 def test_the_snippet_of_the_documentation(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

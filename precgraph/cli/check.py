@@ -73,6 +73,11 @@ def check(
     choose("--level", level, LEVELS)
     if (fix or diff) and level not in ("graph", "weights"):
         raise InputError(f"--fix and --diff know nothing of level {level}", remedy="leave them out")
+    if (capture or prompt_file) and level != "numerics":  # nobody should wait for a file that is never written
+        option = "--capture" if capture else "--prompt-file"
+        raise InputError(f"{option} is for level numerics, not for level {level}", remedy="leave it out")
+    if not infer:  # the current folder, as a path
+        raise InputError("--infer is empty", remedy="name a preset, a recipe file, a stack or a checkpoint")
     formats = results.Formats(json_to, html, sarif, junit, github)
     output = results.Output(formats, suppressions, baseline, fix=fix, diff=diff)
     if level == "env":

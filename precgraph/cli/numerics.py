@@ -139,13 +139,15 @@ def probe_tokens(model: str, tokens: int, seed: int, prompt_file: str | None, vo
     if prompt_file is None:
         if tokens < 2:
             raise InputError(f"--tokens {tokens}", remedy="2 or more: the last of them only ends the sequence")
+        if not -(2**63) <= seed < 2**63:
+            raise InputError(f"--seed {seed}", remedy="a seed has 64 bits")
         return torch.randint(0, vocabulary, (tokens,), generator=torch.Generator().manual_seed(seed))
     try:
         text = Path(prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot be read: {error}", path=prompt_file) from None
     ids: Any = _parse(text, prompt_file) if prompt_file.endswith(".json") else _tokenize(text, model)
-    if not isinstance(ids, list) or len(ids) < 2 or not all(type(i) is int for i in ids):
+    if not isinstance(ids, list) or len(ids) < 2 or not all(type(i) is int and i.bit_length() < 64 for i in ids):
         raise InputError("is no list of two or more token ids", path=prompt_file, remedy="write [1, 2, 3], or a text")
     return torch.tensor(ids)
 
@@ -153,7 +155,7 @@ def probe_tokens(model: str, tokens: int, seed: int, prompt_file: str | None, vo
 def _parse(text: str, path: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"is not valid JSON: {error}", path=path) from None
 
 

@@ -310,6 +310,84 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         check(stack("te", margin=1), "vllm")
 
 
+# ------------------------------------------------------------------------------- keys that are read
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "near"),
+    [
+        ("vllm", "quantizaton: fp8_per_block", "quantization"),
+        ("vllm", "dtype: bfloat16\nquantisation_config: {quant_method: fp8}", "quantization_config"),
+        ("vllm", "quantization_config: {quant_method: fp8, weight_block_sizes: [128, 128]}",
+         "quantization_config.weight_block_size"),
+        ("sglang", "model_type: llama\nquantizationconfig: {}", "quantization_config"),
+        ("verl", "rollout: {quantizaton: fp8}", "rollout.quantization"),
+        ("verl", "actor_rollout_ref: {rollot: {quantization: fp8}}", "actor_rollout_ref.rollout"),
+        ("megatron", "--fp8-fromat: e4m3", "fp8_format"),
+        ("slime", "rolout_fp8: false", "rollout_fp8"),
+        ("nemo_rl", "policy: {generation: {vllm_cfg: {precison: fp8}}}", "policy.generation.vllm_cfg.precision"),
+        ("te", "ampax_epsilon: 0.1", "amax_epsilon"),
+    ],
+)  # fmt: skip
+def test_a_misspelt_key_is_no_bf16_rollout(tmp_path: Path, name: str, text: str, near: str) -> None:
+    with pytest.raises(InputError, match=f"did you mean '{near}'") as error:
+        parse(f"{name}:{write(tmp_path / 'typo.yaml', text)}")
+    assert "typo.yaml" in str(error.value)
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("text", ["", "x: 1", "env: {A: 1}"])
+def test_a_file_of_which_nothing_is_read(tmp_path: Path, name: str, text: str) -> None:
+    file = write(tmp_path / "junk.yaml", text)
+    with pytest.raises(InputError, match="has no key that .* is read by") as error:
+        parse(f"{name}:{file}")
+    assert STACKS[name].keys[0] in str(error.value)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_every_key_of_a_stack_is_read(tmp_path: Path, name: str) -> None:
+    for key in STACKS[name].keys:
+        config: Any = 1
+        for part in reversed(key.split(".")):
+            config = {part: config}
+        side = parse(f"{name}:{write(tmp_path / 'one.json', json.dumps(config))}")
+        assert side.keys is not None
+        assert side.keys.read == (key,)
+    for variable in STACKS[name].variables:
+        side = parse(f"{name}:{write(tmp_path / 'env.json', json.dumps({'env': {variable: '1'}}))}")
+        assert side.keys is not None
+        assert side.keys.read == (f"env.{variable}",)
+
+
+def test_other_settings_are_counted(tmp_path: Path) -> None:
+    text = """
+actor_rollout_ref:
+  actor: {strategy: fsdp, optim: {lr: 1.0e-6}}
+  ref: {megatron: {override_transformer_config: {fp8_recipe: blockwise}}}
+  rollout: {name: vllm, quantization: fp8, quantization_config_file: null, gpu_memory_utilization: 0.5}
+data: {train_batch_size: 8}
+"""
+    side = parse(f"verl:{write(tmp_path / 'verl.yaml', text)}")
+    assert side.keys is not None
+    root = "actor_rollout_ref"
+    assert side.keys.read == tuple(
+        f"{root}.{key}" for key in ("actor.strategy", "rollout.name", "rollout.quantization")
+    )
+    assert side.keys.unread == 5
+    assert side.keys.numeric == (
+        f"{root}.ref.megatron.override_transformer_config.fp8_recipe",
+        f"{root}.rollout.quantization_config_file",
+    )
+    parse(f"megatron:{write(tmp_path / 'args.yaml', 'fp8-format: e4m3' + chr(10) + 'fp4-format: e2m1')}")
+    with pytest.raises(InputError, match="rollout must be a table, not 'fp8'"):
+        parse(f"verl:{write(tmp_path / 'flat.yaml', 'rollout: fp8')}")
+
+
 # ------------------------------------------------------------------------------------ command line
 
 
@@ -328,6 +406,21 @@ def test_check_stacks_on_the_command_line(tmp_path: Path) -> None:
     assert "not known, so taken from the other side" in text
     assert "Not compared: norms" in text
     assert run("check", tmp_path, "--train", "te", "--infer", "te").exit_code == 0
+
+
+def test_what_was_read_of_a_file_and_that_nothing_is_quantised(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    checkpoint(model, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    plain = f"vllm:{write(tmp_path / 'plain.yaml', 'dtype: bfloat16' + chr(10) + 'max_model_len: 64')}"
+    result = run("check", model, "--train", plain, "--infer", plain)
+    assert result.exit_code == 0, result.output
+    assert "keys read: dtype, not read: 1 other" in result.stdout
+    assert "consistent: NO LINEAR LAYER IS QUANTISED on either side" in " ".join(result.stdout.split())
+    assert "NO LINEAR" not in run("check", model).stdout
+    junk = run("check", model, "--train", plain, "--infer", f"vllm:{write(tmp_path / 'junk.yaml', 'x: 1')}")
+    assert junk.exit_code == 2
+    assert not junk.stdout
 
 
 def test_the_list_of_stacks() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import precgraph
+from precgraph import strict_json
 from precgraph.errors import CheckError, InputError
 from precgraph.report.suppress import Suppression, judge
 from precgraph.verify.report import Finding, Report, fold, plain
@@ -126,6 +127,8 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
         }
         word = "consistent"
         parts = [proof.get(str(document["level"]), "nothing that was compared differs")]
+        if document["compared"].get("linears") and not document["compared"]["quantized_linears"]:
+            parts.insert(0, "NO LINEAR LAYER IS QUANTISED on either side, so nothing was proved of FP8")
     if unused:
         parts.append(f"{unused} unused {'suppression' if unused == 1 else 'suppressions'}")
     if document["fixed"]:
@@ -184,7 +187,7 @@ def schema() -> dict[str, Any]:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a document that ``check --json`` wrote. InputError: it cannot be read, or does not fit the schema."""
-    data = read_json(path)
+    data = strict_json.read(path)
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
 
@@ -201,27 +204,3 @@ def load(path: Path) -> dict[str, Any]:
         if not len(f["attributes"]) == len(f["train"]) == len(f["infer"]):
             raise InputError(f"at {where}: not each attribute has its two values", path=str(path))
     return cast("dict[str, Any]", data)
-
-
-def read_json(path: Path) -> Any:
-    """A JSON file; InputError with one line if it cannot be read, or says one thing twice."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_each_key_once)
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"is not valid JSON: {error}", path=str(path)) from None
-
-
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object, unless the last of several values would silently be taken."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        key = next(k for k, n in Counter(k for k, _ in pairs).items() if n > 1)
-        raise ValueError(f"the key {key!r} is there twice")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")

@@ -69,6 +69,8 @@ def _stacks(stacks: Mapping[str, Any]) -> list[str]:
             continue
         skipped = f", {len(stack['skipped'])} layers left out" if stack["skipped"] else ""
         lines.append(f"{side}: {stack['stack']}, {stack['version']}{skipped}")
+        if stack.get("keys"):
+            lines.append(f"  {stack['config']}: {stack['keys']}")
         taken = ", ".join(stack["taken_from_the_other_side"])
         if taken:
             lines.append(f"  not known, so taken from the other side: {taken}")

@@ -72,7 +72,9 @@ class Built:
 class Stack:
     """One stack: where its rules were read, what switches them, what is not known, and how to change each.
 
-    ``remedies`` maps an attribute of a finding ("scale_dtype") to what to set in this stack.
+    ``remedies`` maps an attribute of a finding ("scale_dtype") to what to set in this stack. ``keys`` are all that
+    ``build`` reads of a configuration, dotted, inside a table ``root`` if the file has one; ``dashes``: they may be
+    written as options are (--fp8-format). ``variables`` are the environment variables that it reads.
     """
 
     name: str
@@ -83,6 +85,10 @@ class Stack:
     unknown: tuple[str, ...]
     remedies: Mapping[str, str]
     build: Callable[[Request], Built]
+    keys: tuple[str, ...]
+    variables: tuple[str, ...] = ()
+    root: str = ""
+    dashes: bool = False
 
 
 def fp8(granularity: str, **rules: Any) -> Format:

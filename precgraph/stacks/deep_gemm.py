@@ -34,4 +34,5 @@ STACK = Stack(
         "source": "cast the weights to bf16 before DeepGEMM's cast, as the other side does",
     },
     build=build,
+    keys=("use_ue8m0", "weight_dtype"),
 )

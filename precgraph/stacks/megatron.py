@@ -43,6 +43,11 @@ def _edges(request: Request, options: Mapping[str, Any]) -> Skips:
     return Skips(chosen, (), "by the number of the layer")
 
 
+KEYS = (
+    "fp8_format", "fp8", "fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+)  # fmt: skip
+
 STACK = Stack(
     name="megatron",
     title="Megatron-LM",
@@ -57,4 +62,7 @@ STACK = Stack(
     unknown=transformer_engine.UNKNOWN,
     remedies={**transformer_engine.REMEDIES, "rule.gemm": "leave the same layers out: --first-last-layers-bf16"},
     build=build,
+    keys=KEYS,
+    variables=transformer_engine.VARIABLES,
+    dashes=True,
 )

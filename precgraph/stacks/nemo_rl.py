@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from precgraph.stacks import megatron, vllm
+from precgraph.stacks import megatron, transformer_engine, vllm
 from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, lookup, other_weight, plain_recipe, taken
 from precgraph.stacks.matching import Skips, skips, substring
 
@@ -67,4 +67,17 @@ STACK = Stack(
         "rule.gemm": "name layers in full: quantization_ignored_layer_kws are looked for as substrings",
     },
     build=build,
+    keys=(
+        "generation.vllm_cfg.precision",
+        "generation.vllm_cfg.quantization_ignored_layer_kws",
+        "generation.vllm_cfg.num_first_layers_in_bf16",
+        "generation.vllm_cfg.num_last_layers_in_bf16",
+        "generation.vllm_cfg.pow2_weight_scaling_factors",
+        "generation.vllm_cfg.pow2_activation_scaling_factors",
+        "megatron_cfg.fp8_cfg.enabled",
+        "megatron_cfg.fp8_cfg.fp8",
+        "megatron_cfg.fp8_cfg.fp8_recipe",
+    ),
+    variables=(*transformer_engine.VARIABLES, "VLLM_USE_DEEP_GEMM"),
+    root="policy",
 )

@@ -18,19 +18,22 @@ from precgraph.passes.raise_ops import raise_ops
 from precgraph.passes.rewrite import is_call
 from precgraph.recipe import Recipe
 from precgraph.stacks import NOT_MODELLED, Built, Request, Stack, find, get
+from precgraph.stacks.keys import Keys, keys_of
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, Rule
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One side as it was named: a ``recipe``, or a ``stack`` with its parsed ``config`` read at ``path``."""
+    """One side as it was named: a ``recipe``, or a ``stack`` with its parsed ``config`` read at ``path``, and which
+    ``keys`` of that it reads."""
 
     name: str
     recipe: Recipe | None = None
     stack: Stack | None = None
     config: Mapping[str, Any] | None = None
     path: str = ""
+    keys: Keys | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Resolved:
         return {
             "stack": stack.name, "version": stack.version, "config": self.side.path, "unknown": list(stack.unknown),
             "skipped": sorted(built.skips.by_module), "taken_from_the_other_side": list(built.assumed),
-            "not_modelled": NOT_MODELLED,
+            "not_modelled": NOT_MODELLED, "keys": self.side.keys and str(self.side.keys),
         }  # fmt: skip
 
 
@@ -61,9 +64,9 @@ def parse(spec: str) -> Side:
     if stack is None and colon and not Path(spec).exists():
         stack = get(name)
     if stack is not None:
-        return Side(spec, stack=stack, config=_read(Path(path)) if colon else {}, path=path)
+        return _configured(spec, stack, path) if colon else Side(spec, stack=stack, config={})
     if Path(spec).is_dir():
-        return Side(spec, stack=get("vllm"), config=_read(Path(spec)), path=spec)
+        return _configured(spec, get("vllm"), spec)
     is_file = spec.endswith(".toml") or "/" in spec or Path(spec).is_file()
     return Side(spec, Recipe.load(spec) if is_file else Recipe.preset(spec))
 
@@ -103,6 +106,11 @@ def _resolve(side: Side, which: str, modules: Sequence[str], env: Mapping[str, s
     merged = {**env, **{str(k): str(v) for k, v in own.items()}}
     built = side.stack.build(Request(which, tuple(modules), config, merged, side.path, other))
     return Resolved(side, built.recipe, built)
+
+
+def _configured(spec: str, stack: Stack, path: str) -> Side:
+    config = _read(Path(path))
+    return Side(spec, stack=stack, config=config, path=path, keys=keys_of(stack, config, path))
 
 
 def _read(path: Path) -> dict[str, Any]:

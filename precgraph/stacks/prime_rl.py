@@ -30,4 +30,6 @@ STACK = Stack(
     unknown=("FP8 training of later versions", "which layers are left out", *vllm.STACK.unknown),
     remedies={**vllm.REMEDIES, "source": "round the weights to bf16 before they are quantised, as the other side does"},
     build=build,
+    keys=("weight_dtype",),
+    variables=vllm.VARIABLES,
 )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from precgraph.formats import Format
 from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, lookup, other_activation, plain_recipe, taken
 from precgraph.stacks.matching import Matcher, path, skips, substring
-from precgraph.stacks.vllm import block_of, stored_weight
+from precgraph.stacks.vllm import STORED_KEYS, block_of, stored_weight
 
 
 def activation(request: Request) -> tuple[Format, tuple[str, ...]]:
@@ -61,9 +61,10 @@ _REMEDIES = {
     "rule.gemm": "name the layers in full in the checkpoint's ignored_layers or modules_to_not_convert",
 }
 _SWITCHES = {"quantization_config": "of config.json: weight_block_size, ignored_layers, modules_to_not_convert"}
+_KEYS = (*STORED_KEYS, *(f"hf_overrides.{key}" for key in STORED_KEYS))
 
-STACK = Stack("sglang", "SGLang", "main since April 2026", _SOURCES, _SWITCHES, _UNKNOWN, _REMEDIES, build)
+STACK = Stack("sglang", "SGLang", "main since April 2026", _SOURCES, _SWITCHES, _UNKNOWN, _REMEDIES, build, _KEYS)
 SUBSTRING = Stack(
     "sglang_substring", "SGLang, skip lists as substrings", "before pull request 23486 (April 2026)",
-    _SOURCES, _SWITCHES, _UNKNOWN, _REMEDIES, build_substring,
+    _SOURCES, _SWITCHES, _UNKNOWN, _REMEDIES, build_substring, _KEYS,
 )  # fmt: skip

@@ -60,4 +60,6 @@ STACK = Stack(
         "scale_rule": "quantise both sides by one rule: TransformerEngine has no switch for it",
     },
     build=build,
+    keys=("weight_dtype",),
+    variables=(_EPSILON, *transformer_engine.VARIABLES, *vllm.VARIABLES),
 )

@@ -49,4 +49,7 @@ STACK = Stack(
         "scale_dtype": "leave NVTE_FP8_BLOCK_SCALING_FP32_SCALES at 1, slime's default",
     },
     build=build,
+    keys=("rollout_fp8", *megatron.KEYS),
+    variables=megatron.STACK.variables,
+    dashes=True,
 )  # fmt: skip

@@ -30,4 +30,5 @@ STACK = Stack(
         "source": "keep torchao's parameters in the dtype that the other side quantises",
     },
     build=build,
+    keys=("weight_dtype",),
 )  # fmt: skip

@@ -14,15 +14,15 @@ from typing import Any
 from precgraph.formats import Format
 from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe
 
+KEYS = ("use_f32_scales", "fp8_format", "amax_epsilon", "x_block_scaling_dim", "w_block_scaling_dim")
 _GRANULARITY: Mapping[Any, tuple[str, str]] = {1: ("1x128", "1x128"), 2: ("128x128", "128x128")}
 
 
 def build(request: Request) -> Built:
     """The recipe of ``Float8BlockScaling(**config)`` in this environment."""
-    known = ("use_f32_scales", "fp8_format", "amax_epsilon", "x_block_scaling_dim", "w_block_scaling_dim", "env")
     for key in request.config:
-        if key not in known:
-            raise request.error(f"Float8BlockScaling has no modelled option {key!r}", f"options: {', '.join(known)}")
+        if key not in KEYS:
+            raise request.error(f"Float8BlockScaling has no modelled option {key!r}", f"options: {', '.join(KEYS)}")
     return Built(block_scaling("transformer_engine", request, request.config))
 
 
@@ -62,6 +62,7 @@ UNKNOWN = (
     "sm_100 and newer: the recipe is emulated with MXFP8, which has groups of 32",
     "primary weights in FP8: whether fp32 masters are rounded to bf16 before they are quantised",
 )
+VARIABLES = ("NVTE_FP8_BLOCK_SCALING_FP32_SCALES",)
 STACK = Stack(
     name="transformer_engine",
     title="TransformerEngine Float8BlockScaling",
@@ -74,4 +75,6 @@ STACK = Stack(
     unknown=UNKNOWN,
     remedies=REMEDIES,
     build=build,
+    keys=KEYS,
+    variables=VARIABLES,
 )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from precgraph.formats import Format
-from precgraph.stacks import megatron, sglang, vllm
+from precgraph.stacks import megatron, sglang, transformer_engine, vllm
 from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, lookup, plain_recipe
 
 
@@ -77,4 +77,10 @@ STACK = Stack(
         "set rollout.quantization=null",
     },
     build=build,
+    keys=(
+        "actor.strategy", *(f"actor.megatron.override_transformer_config.{key}" for key in megatron.KEYS),
+        "rollout.name", "rollout.quantization", "rollout.dtype",
+    ),
+    variables=("VERL_DISABLE_TRITON_FP8", *transformer_engine.VARIABLES, *vllm.VARIABLES),
+    root="actor_rollout_ref",
 )  # fmt: skip

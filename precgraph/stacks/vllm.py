@@ -133,6 +133,15 @@ REMEDIES = {
     "granularity": "write the checkpoint with the trainer's weight_block_size",
 }
 
+VARIABLES = ("VLLM_USE_DEEP_GEMM", "VLLM_USE_DEEP_GEMM_E8M0")
+STORED_KEYS = tuple(
+    f"quantization_config.{key}"
+    for key in (
+        "quant_method", "activation_scheme", "weight_block_size", "scale_fmt", "ignored_layers",
+        "modules_to_not_convert", "linear", "ignore",
+    )
+)  # fmt: skip
+
 STACK = Stack(
     name="vllm",
     title="vLLM",
@@ -152,4 +161,6 @@ STACK = Stack(
     unknown=UNKNOWN,
     remedies=REMEDIES,
     build=build,
+    keys=("quantization", "dtype", "torch_dtype", *STORED_KEYS, *(f"hf_overrides.{key}" for key in STORED_KEYS)),
+    variables=VARIABLES,
 )  # fmt: skip

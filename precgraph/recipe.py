@@ -109,8 +109,9 @@ class GradientRule:
     """Dtype of the gradients carried between operators, and of the gradients of linears' weights.
 
     ``master = "float32"``: a WGrad's fp32 sums are not rounded but added, backward after backward, to the parameter's
-    fp32 ``main_grad`` (Megatron-LM's name), and its ``.grad`` stays None. The optimiser reads ``main_grad`` and sets
-    it to None; the split into micro-batches then changes the order of fp32 additions and nothing else.
+    fp32 ``main_grad`` (Megatron-LM's name) by ``backward()``, instead of to its ``.grad``. The optimiser reads
+    ``main_grad`` and sets it to None; what other operators add to a parameter, the embedding to a tied head's, is in
+    ``.grad`` as ever, to be added to it. The split into micro-batches then changes the order of fp32 additions alone.
     """
 
     edge: str = "bfloat16"

@@ -128,8 +128,11 @@ def test_two_processes_that_differ_in_one_variable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "part"), [
-    ("{", "no record"), ('{"a": 1}', "no record"), ('{"kind": "precgraph environment", "schema": 99}', "schema 99"),
+    ("{", "not valid JSON"), ('{"a": 1}', "no record"),
+    ('{"kind": "precgraph environment", "schema": 99}', "schema 99"),
     ('{"kind": "precgraph environment", "schema": 1}', "no table"),
+    (json.dumps({**BASE, "versions": {}}), "torch's version"),
+    (json.dumps(BASE)[:-1] + ', "versions": {}}', "there twice"),
 ])  # fmt: skip
 def test_a_file_that_is_no_record(tmp_path: Path, text: str, part: str) -> None:
     bad, good = tmp_path / "bad.json", tmp_path / "good.json"

@@ -234,7 +234,7 @@ def test_a_json_file_with_a_key_twice_is_not_touched(folder: Path) -> None:
     path = folder / "c.json"
     path.write_text('{"quantization_config": {"ignore": ["a"], "ignore": ["b"]}}')
     result = rewrite(path, ("quantization_config", "ignore"), ["c"], "")
-    assert isinstance(result, str) and "a key is there twice" in result and '["c"]' in result
+    assert isinstance(result, str) and "is there twice" in result and '["c"]' in result
 
 
 def test_json_keeps_its_form(folder: Path) -> None:

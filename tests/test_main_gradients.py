@@ -76,3 +76,12 @@ def test_torchs_own_kernels_have_no_fp32_sums() -> None:
     recipe = replace(Recipe.bf16(), gradient=GradientRule(master="float32"))
     with pytest.raises(LoweringError, match="no kernel .* serves linear_wgrad making fp32"):
         precgraph.compile(causal_lm("llama"), "train", recipe)
+
+
+@pytest.mark.parametrize("before", [torch.zeros(8), torch.zeros(1, dtype=torch.bfloat16)], ids=["shape", "dtype"])
+def test_a_main_grad_of_another_kind_is_refused(before: Tensor) -> None:
+    actor = compiled("float32")
+    name, weight = next((n, p) for n, p in actor.named_parameters() if n.endswith("down_proj.weight"))
+    weight.main_grad = before.expand(weight.shape) if before.numel() == 1 else before
+    with pytest.raises(precgraph.InputError, match=rf"{name}: main_grad is {before.dtype}"):
+        backward(actor, IDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from precgraph import strict_json
 from precgraph.errors import InputError
 
 Array = NDArray[np.float64]
@@ -61,9 +61,10 @@ def read(path: Path) -> Iterator[Logged]:
 
 def _sequence(line: str, where: str, number: int) -> Logged:
     try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InputError(f"is not JSON: {error.msg}", path=where, remedy="write one object a line") from None
+        data = strict_json.parse(line)
+    except ValueError as error:
+        remedy = "write one object a line, and null for a token without a value"
+        raise InputError(f"is not JSON: {error}", path=where, remedy=remedy) from None
     if not isinstance(data, dict):
         raise InputError("is not an object", path=where, remedy="write one object a line")
     rollout, trainer = (_array(data, key, where) for key in ("rollout", "trainer"))

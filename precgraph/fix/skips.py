@@ -10,6 +10,7 @@ from typing import Any
 
 import tomlkit
 
+from precgraph import strict_json
 from precgraph.fix.plan import Change
 
 KEYS = ("ignored_layers", "modules_to_not_convert", "ignore")
@@ -53,9 +54,9 @@ def rewrite(path: Path, place: Place, entries: Sequence[str], words: str) -> Cha
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         try:
-            data = json.loads(text, object_pairs_hook=_unique)
-        except ValueError:
-            return f"{by_hand} (a key is there twice, so the file is not touched)"
+            data = strict_json.parse(text)
+        except ValueError as error:
+            return f"{by_hand} ({error}, so the file is not touched)"
         _put(data, place, list(entries))
         indent = re.search(r"\n( +)\"", text)
         plain = text.isascii()
@@ -74,10 +75,3 @@ def _put(data: Any, place: Place, value: Any) -> None:
     for key in place[:-1]:
         data = data[key]
     data[place[-1]] = value
-
-
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    data = dict(pairs)
-    if len(data) != len(pairs):
-        raise ValueError("a key is there twice")
-    return data

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from precgraph import strict_json
 from precgraph.errors import InputError
-from precgraph.report.document import findings_of, load, read_json
+from precgraph.report.document import findings_of, load
 
 SCHEMA = 1
 _HEAD = ("mode", "family", "causal_lm", "recipe", "passes", "libraries")
@@ -24,12 +25,16 @@ def diff_files(a: Path, b: Path) -> dict[str, Any]:
     kinds = [_kind(path) for path in (a, b)]
     if kinds[0] != kinds[1]:
         raise InputError(f"is a {kinds[1]}, and {a} a {kinds[0]}", path=str(b), remedy="name two files of one kind")
-    changed = diff_reports(load(a), load(b)) if kinds[0] == "report" else diff_graphs(read_json(a), read_json(b))
+    changed = (
+        diff_reports(load(a), load(b))
+        if kinds[0] == "report"
+        else diff_graphs(strict_json.read(a), strict_json.read(b))
+    )
     return {"schema": SCHEMA, "kind": kinds[0], "a": str(a), "b": str(b), **changed}
 
 
 def _kind(path: Path) -> str:
-    data = read_json(path)
+    data = strict_json.read(path)
     if isinstance(data, Mapping) and "nodes" in data and "parameters" in data:
         from precgraph.serialize import graph_from_json
 

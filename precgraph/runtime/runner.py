@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from precgraph.errors import NumericsStateError, StaleWeightsError
+from precgraph.errors import InputError, NumericsStateError, StaleWeightsError
 from precgraph.formats import QTensor
 from precgraph.lowering.program import Block, Observe, Program, Segment
 from precgraph.runtime.store import WeightStore
@@ -91,6 +91,11 @@ class Runner:
             grad, master = result.get(path), self.store.masters[path]
             if grad is not None and grad.dtype != master.dtype:
                 before: Tensor | None = getattr(master, "main_grad", None)
+                if before is not None and (before.dtype != grad.dtype or before.shape != grad.shape):
+                    raise InputError(
+                        f"main_grad is {before.dtype} {list(before.shape)}, and gets {grad.dtype} {list(grad.shape)}",
+                        path=path, remedy="leave it to the backward: set it to None after the optimiser's step",
+                    )  # fmt: skip
                 master.main_grad = grad if before is None else before.add_(grad)  # type: ignore[attr-defined]
                 del result[path]
 

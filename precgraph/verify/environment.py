@@ -6,12 +6,12 @@ with its source, so that a difference that cannot is a note and one that nobody 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from precgraph import strict_json
 from precgraph.errors import InputError
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES
@@ -99,12 +99,7 @@ _FALSE = {"0", "false", "no", "off"}
 
 def read(path: str | Path) -> dict[str, Any]:
     """A record from a file; InputError if it is none."""
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
-    except ValueError:
-        data = None
+    data = strict_json.read(Path(path))
     if not isinstance(data, dict) or data.get("kind") != KIND:
         raise InputError("is no record of a machine", path=str(path), remedy="write one with precgraph env --json FILE")
     if data.get("schema") != SCHEMA:
@@ -117,6 +112,8 @@ def read(path: str | Path) -> dict[str, Any]:
             raise InputError(f"has no table {table!r}", path=str(path), remedy="write it again")
     if not isinstance(data.get("cards"), list):
         raise InputError("has no list of cards", path=str(path), remedy="write it again")
+    if "torch" not in data["versions"]:  # an empty record would differ from nothing
+        raise InputError("does not name torch's version", path=str(path), remedy="write it again")
     return data
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import itertools
 import json
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator, ValidationError
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from precgraph import PrecisionGraph, Recipe
@@ -24,6 +27,7 @@ from precgraph.report.html import recipe_rows
 from precgraph.report.layer import drawn_parts
 from precgraph.report.layout import layout
 from precgraph.report.suppress import Suppression
+from precgraph.report.terminal import show
 from precgraph.trace import trace
 from precgraph.verify import check_inclusion
 from precgraph.verify.report import Report
@@ -200,6 +204,35 @@ def test_a_terminal_shows_hostile_names_on_lines_of_ours(tmp_path: Path) -> None
         assert "\x1b" not in text and "\x00" not in text
         assert not [line for line in text.splitlines() if line.lstrip().startswith("::")]
         assert "<script>alert(1)</script>" in text
+
+
+def shown(data: dict[str, Any], width: int) -> str:
+    """What a terminal of that width shows, without whitespace: lines of text, then each column of a table."""
+    out = Console(file=io.StringIO(), width=width)
+    show(data, out)
+    assert isinstance(out.file, io.StringIO)
+    lines = out.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    cells = [line.strip("│").split("│") for line in lines if line.startswith("│")]
+    columns = ["".join(column) for column in itertools.zip_longest(*cells, fillvalue="")]
+    return "".join("".join([*(line for line in lines if not line.startswith("│")), *columns]).split())
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 140, 160])
+def test_no_text_is_cropped(width: int) -> None:
+    module = "model.layers.0.mlp.experts.gate_up_projection_of_a_long_name"
+    many = tuple(finding(key, module, node=str(i), train=("x" * 40,)) for i, key in enumerate(RULES))
+    accepted = finding("compute", "model.layers.0.norm", train=("[bold]" * 9,))
+    reason = "a reason [that] is long enough to be folded, and longer than the column of what is to be done"
+    suppressions = (Suppression("PG201", "model.layers.0.norm", reason),)
+    data = document(*many, accepted, not_proved=many[:3], notes=many[3:9], suppressions=suppressions)
+    assert data["suppressed"]
+    text = shown(data, width)
+    for row in data["rows"]:
+        for value in (row["remedy"] if "reason" not in row else reason, row["module"], *row["train"], row["code"]):
+            assert "".join(value.split()) in text, value
+    (row,) = [row for row in data["rows"] if row["state"] == "suppressed"]
+    assert row["module"] == accepted.module
 
 
 # -------------------------------------------------------------------------------------------- github

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 P = ParamSpec("P")
-PIPED_WIDTH = 140  # columns of a table that goes to a file or a pipe
+PIPED_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
 
 @dataclass

@@ -58,6 +58,8 @@ def _print_table(data: list[dict[str, Any]], not_modelled: str) -> None:
     from rich.table import Table
 
     table = Table("stack", "side", "operand", "block", "scale", "quantise", "floor", "powers of two", "of")
+    for column in table.columns:
+        column.overflow = "fold"
     for stack in data:
         for side, operands in _sides(stack["rules"]):
             for operand, fmt in operands.items():

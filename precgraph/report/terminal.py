@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from precgraph.report.document import one_line, rows_of, verdict
+from precgraph.report.document import one_line, rows_of, value_lines, verdict
 
 TITLES = {
     "violation": ("Root causes", "red"),
@@ -18,6 +20,7 @@ TITLES = {
     "note": ("Notes: nothing that the rollout's numbers depend on", "yellow"),
     "not_proved": ("Not proved: what the rollout's numbers may depend on", "yellow"),
 }
+_LEAST = (12, 50, 14, 10, 10, 24)  # columns of the table of findings: what each has at least, if it has as much
 _COLOURS = {"consistent": "green", "accepted": "yellow", "unclean": "red", "inconsistent": "red"}
 
 
@@ -31,7 +34,7 @@ def show(document: Mapping[str, Any], out: Console) -> None:
     for state, (title, colour) in TITLES.items():
         rows = rows_of(document, state)
         if rows:
-            out.print(_findings(title, rows, colour))
+            out.print(_findings(title, rows, colour, out.width))
     if document["fixed"]:
         out.print(f"Fixed since the baseline: {len(document['fixed'])}")
         for f in document["fixed"]:
@@ -80,31 +83,66 @@ def _stacks(stacks: Mapping[str, Any]) -> list[str]:
 
 def _kernel_table(kernels: Mapping[str, int]) -> Table:
     table = Table("kernel (numerics id)", "nodes", title="What runs the rollout", title_justify="left")
-    table.columns[1].justify = "right"
+    table.columns[0].overflow, table.columns[1].justify = "fold", "right"
     for name, count in kernels.items():
         table.add_row(_safe(name), str(count))
     return table
 
 
-def _findings(title: str, rows: Sequence[Mapping[str, Any]], colour: str) -> Table:
-    table = Table(title=title, title_justify="left", show_lines=True)
-    longest = max(len(row["module"]) for row in rows)
+def _findings(title: str, rows: Sequence[Mapping[str, Any]], colour: str, width: int) -> RenderableType:
+    """A table, or one block a row where its columns would be too narrow. Both fold text and never crop it."""
     last = "reason" if "reason" in rows[0] else "what to do"
-    widths = {"code": (5, 16), "where": (min(longest, 50), None), last: (12, 30)}
-    for heading in ("code", "where", "what differs", "training", "rollout", last):
-        least, most = widths.get(heading, (None, None))
-        table.add_column(heading, overflow="fold", min_width=least, max_width=most)
+    headings = ("code", "where", "what differs", "training", "rollout", last)
+    cells = []
     for row in rows:
-        where = f"{_safe(row['module'] or '(model)')}\n{_safe(row['op'])}" + (
-            f", {row['count']} nodes" if row["count"] > 1 else ""
-        )
-        where += f"\n+ {row['inherited']} nodes inherit it" if row["inherited"] else ""
-        columns = ["\n".join(map(_safe, row[key])) for key in ("attributes", "train", "infer")]
-        last_cell = _safe(row.get("reason") or row["remedy"])
-        table.add_row(
-            f"[{colour}]{_safe(row['code'])}[/]", where, columns[0] or _safe(row["message"]), *columns[1:], last_cell
-        )
+        what, train, infer = ("\n".join(map(_safe, row[key])) for key in ("attributes", "train", "infer"))
+        cells.append(
+            (_safe(row["code"]), _where(row), what or _safe(row["message"]), train, infer,
+             _safe(row.get("reason") or row["remedy"]))
+        )  # fmt: skip
+    widths = _widths([headings, *cells], width)
+    if widths is None:
+        return _blocks(title, rows, colour)
+    table = Table(title=title, title_justify="left", show_lines=True)
+    for heading, columns in zip(headings, widths, strict=True):
+        table.add_column(heading, overflow="fold", width=columns)
+    for code, *rest in cells:
+        table.add_row(f"[{colour}]{code}[/]", *rest)
     return table
+
+
+def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """Width of each column, or None if they would be narrower than can be read. Rich's own choice may not fit."""
+    wanted = [
+        max(cell_len(line) for cell in column for line in (cell or " ").split("\n"))
+        for column in zip(*cells, strict=True)
+    ]
+    widths = [min(pair) for pair in zip(wanted, _LEAST, strict=True)]
+    room = width - sum(widths) - 3 * len(widths) - 1
+    if room < 0:
+        return None
+    while room and widths != wanted:
+        for k, most in enumerate(wanted):
+            if room and widths[k] < most:
+                widths[k], room = widths[k] + 1, room - 1
+    return widths
+
+
+def _blocks(title: str, rows: Sequence[Mapping[str, Any]], colour: str) -> RenderableType:
+    lines = [f"[italic]{title}[/]"]
+    for row in rows:
+        lines += ["", f"[{colour}]{_safe(row['code'])}[/]  {_where(row).replace(chr(10), ', ')}"]
+        lines += [f"  {_safe(line)}" for line in value_lines(row) or [row["message"]]]
+        word, text = ("reason", row["reason"]) if "reason" in row else ("what to do", row["remedy"])
+        lines.append(f"  {word}: {_safe(text)}")
+    return Text.from_markup("\n".join(lines), overflow="fold")
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    """The module; the operator and how many there are; how many nodes inherit the difference."""
+    many = f", {row['count']} nodes" if row["count"] > 1 else ""
+    inherited = f"\n+ {row['inherited']} nodes inherit it" if row["inherited"] else ""
+    return f"{_safe(row['module'] or '(model)')}\n{_safe(row['op'])}{many}{inherited}"
 
 
 def _safe(text: str) -> str:

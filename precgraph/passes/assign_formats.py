@@ -90,9 +90,10 @@ def _assign_linear(node: fx.Node, recipe: Recipe) -> None:
     if feeds_topk(node):
         annotate(node, role="router")
     quantized = recipe.linear.weight is not None and not kept
-    bias = "aten" if recipe.arithmetic == "aten" else "after_rounding"
-    _rules(node, gemm="quantized" if quantized else "plain", bias=bias)
-    if quantized:
+    if not quantized:
+        _rules(node, gemm="plain", bias="aten" if recipe.arithmetic == "aten" else "after_rounding")
+    else:  # torch has no GEMM of blocks in FP8: there is one arithmetic for it
+        _rules(node, gemm="quantized", bias="after_rounding", arithmetic="exact")
         _set_dtype(node, recipe.linear.output)
 
 

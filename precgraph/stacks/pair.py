@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,23 @@ def parse(spec: str) -> Side:
 
 def resolve(train: Side, infer: Side, modules: Sequence[str], env: Mapping[str, str]) -> tuple[Resolved, Resolved]:
     """Both recipes for a model whose linear layers are ``modules``. A field that one stack's source does not settle is
-    taken from the other side."""
+    taken from the other side; so is, beside a recipe, every rule that no stack's recipe models."""
     first = _resolve(train, "train", modules, env, None)
     second = _resolve(infer, "infer", modules, env, first.recipe)
     if first.built and first.built.assumed:
         first = _resolve(train, "train", modules, env, second.recipe)
         second = _resolve(infer, "infer", modules, env, first.recipe)
+    if first.built and not second.built:
+        first = replace(first, recipe=_modelled(first.recipe, second.recipe))
+    elif second.built and not first.built:
+        second = replace(second, recipe=_modelled(second.recipe, first.recipe))
     return first, second
+
+
+def _modelled(stack: Recipe, other: Recipe) -> Recipe:
+    """``stack`` with what its stack says, formats and layers left out, and ``other``'s rules for everything else."""
+    formats = {f.name: getattr(stack.linear, f.name) for f in fields(stack.linear) if "Format" in str(f.type)}
+    return replace(other, name=stack.name, linear=replace(other.linear, **formats), select=stack.select)
 
 
 def linear_modules(raw: PrecisionGraph) -> tuple[str, ...]:
@@ -148,6 +158,8 @@ _OFF = {"scale_dtype": "float32", "requantize": "none"}
 
 def _remedy(finding: Finding, sides: tuple[Resolved, Resolved]) -> str:
     """What the stacks say of what differs first; the finding's own remedy if they say nothing."""
+    if "rule.gemm" in finding.attributes and (word := _plain_side(sides)):
+        return word
     words = [word for side in sides if (word := _skip_remedy(finding, side))]
     values = {n: (t, i) for n, t, i in zip(finding.attributes, finding.train, finding.infer, strict=True)}
     for name in _FIRST:
@@ -160,6 +172,17 @@ def _remedy(finding: Finding, sides: tuple[Resolved, Resolved]) -> str:
             if name in remedies and value != _OFF.get(name):  # the side that does more has the switch
                 words.append(remedies[name])
     return "; or ".join(dict.fromkeys(words)) or finding.remedy
+
+
+def _plain_side(sides: tuple[Resolved, Resolved]) -> str:
+    """What to do if one side quantises nothing at all, and no file speaks of both."""
+    plain = [r.recipe.linear.weight is None for r in sides]
+    if sum(plain) != 1 or sides[0].side.stack is sides[1].side.stack:
+        return ""
+    names = [r.side.stack.title if r.side.stack else f"the recipe {r.recipe.name}" for r in sides]
+    if plain[0]:
+        return f"train in FP8 too: {names[0]} quantises no layer; or serve with {names[1]} unquantised"
+    return f"serve in FP8 too: {names[1]} quantises no layer; or train with {names[0]} unquantised"
 
 
 def _skip_remedy(finding: Finding, side: Resolved) -> str:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import precgraph
 from precgraph import Recipe
 from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.errors import InputError, NonFiniteError, PrecGraphError, RecipeError
 from precgraph.formats import Format, quantize
+from precgraph.recipe import AttentionRule, NormRule
 from precgraph.stacks import STACKS, Request, find, get
 from precgraph.stacks.matching import exact, path, regex_or_glob, skips, substring
 from precgraph.stacks.pair import Side, explain, linear_modules, parse, resolve
@@ -27,7 +30,7 @@ from precgraph.trace import trace
 from precgraph.verify import Report, check_inclusion
 from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
-from tests.families import config, meta_lm
+from tests.families import causal_lm, config, meta_lm
 
 ROOT = Path(__file__).parents[1]
 LAYERS = 2
@@ -189,6 +192,13 @@ def test_the_same_pattern_matched_by_components_hits_nothing() -> None:
         assert [n.code for n in report.notes if n.code.startswith("PG906")] == ["PG906 unused pattern"]
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang", "sglang_substring"])
+def test_the_head_is_a_layer_that_a_pattern_may_name(name: str) -> None:
+    stored = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head", "lm_haed"]}
+    report = check("deep_gemm", stack(name, quantization_config=stored))
+    assert [n.infer for n in report.notes if n.code.startswith("PG906")] == [("lm_haed",)]
+
+
 def test_substrings_in_nemo_rl() -> None:
     cfg = {"precision": "fp8", "quantization_ignored_layer_kws": ["mlp.gate", "mlp.up"]}
     report = check("deep_gemm", stack("nemo_rl", policy={"generation": {"vllm_cfg": cfg}}))
@@ -226,6 +236,37 @@ def test_the_floor_of_a_variable_that_only_one_half_reads() -> None:
     assert "amax_floor" not in differing(check("skyrl", "skyrl", env), weights=True)
     unset = check("skyrl", "skyrl", {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
     assert "amax_floor" in differing(unset, weights=True)
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "te"])
+def test_what_no_stack_says_is_no_finding_against_hugging_face(name: str) -> None:
+    plain = {"dtype": "bfloat16"} if name == "vllm" else {"architectures": ["LlamaForCausalLM"]}
+    if name != "te":  # whose recipe is FP8 always
+        assert check("bf16", stack(name, **plain)).ok
+        assert check(stack(name, **plain), "bf16").ok
+    for report in (check("bf16", name), check(name, "bf16")):
+        assert {f.code for f in report.violations} == {"PG108 quantised on one side"}
+        assert {f.module for f in report.violations} == set(MODULES)
+        (remedy,) = {f.remedy for f in report.violations}
+        assert "in FP8 too: the recipe bf16 quantises no layer" in remedy
+    mine = replace(Recipe.jet_rl(), norm=NormRule(compute="bfloat16"), attention=AttentionRule(softmax="bfloat16"))
+    ours, theirs = resolve(Side("mine", mine), parse(name), MODULES, NO_ENV)
+    assert replace(theirs.recipe, name="jet_rl", linear=mine.linear) == mine == ours.recipe
+    assert theirs.recipe.linear.activation != mine.linear.activation
+
+
+def test_fp8_layers_in_the_arithmetic_of_torch_run() -> None:
+    recipe = replace(Recipe.bf16(), linear=Recipe.jet_rl().linear)
+    ids = torch.arange(12)[None]
+    plain = causal_lm("llama")(input_ids=ids).logits
+    actor = precgraph.compile(causal_lm("llama"), "train", recipe)
+    rollout = precgraph.compile(causal_lm("llama"), "infer", recipe)
+    out = actor(input_ids=ids, labels=ids)
+    out.loss.backward()
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in actor.parameters())
+    assert torch.equal(out.logits, rollout(input_ids=ids).logits)
+    assert not torch.equal(out.logits, plain)
+    assert torch.nn.functional.cosine_similarity(out.logits.float(), plain.float(), dim=-1).min() > 0.98
 
 
 def test_a_bf16_trainer_and_an_fp8_rollout_in_one_file(tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class Skips:
         return {pattern: tuple(modules) for pattern, modules in found.items()}
 
 
+HEAD = "lm_head"
+"""A linear layer that no rule of a stack's recipe is about, so that it is none of ``modules``; lists name it."""
 Matcher = Callable[[str, str], bool]
 
 
@@ -102,7 +104,7 @@ def skips(
                 f"{module} is left out and {missing[0]} is not, but the engine runs them as one layer",
                 remedy="name all of them, or none",
             )
-    return Skips(by_module, tuple(p for p in wanted if not used[p]), HOW[matcher])
+    return Skips(by_module, tuple(p for p in wanted if not used[p] and not matcher(p, HEAD)), HOW[matcher])
 
 
 def _first(patterns: Sequence[str], module: str, matcher: Matcher) -> str | None:

@@ -19,6 +19,7 @@ from precgraph.errors import RecipeError
 from precgraph.formats import Format
 
 E4M3 = "float8_e4m3fn"
+PRESETS = ("jet_rl", "bf16")
 DTYPES = ("bfloat16", "float16", "float32")
 # Table and key of the rules that no forward value depends on.
 BACKWARD_RULES = (
@@ -193,10 +194,9 @@ class Recipe:
     @classmethod
     def preset(cls, name: str) -> Self:
         """A preset by name."""
-        presets = {"jet_rl": cls.jet_rl, "bf16": cls.bf16}
-        if name not in presets:
-            raise RecipeError(f"no preset is called {name!r}{_nearest(name, presets)}; presets: {', '.join(presets)}")
-        return presets[name]()
+        if name not in PRESETS:
+            raise RecipeError(f"no preset is called {name!r}{_nearest(name, PRESETS)}; presets: {', '.join(PRESETS)}")
+        return {"jet_rl": cls.jet_rl, "bf16": cls.bf16}[name]()
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain data, every rule spelled out; formats left out are absent."""

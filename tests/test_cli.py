@@ -261,7 +261,9 @@ def test_recipes_that_cannot_be_read(llama: Path, tmp_path: Path) -> None:
         path.write_text(text)
         assert_error(run("check", llama, "--train", path), str(path), message)
     assert_error(run("check", llama, "--infer", tmp_path / "no.toml"), "no.toml: No such file or directory")
-    assert_error(run("check", llama, "--infer", "jet_lr"), "no preset is called 'jet_lr'; did you mean 'jet_rl'")
+    assert_error(
+        run("check", llama, "--infer", "jet_lr"), "no preset or stack is called 'jet_lr' (did you mean 'jet_rl'?)"
+    )
 
 
 def test_a_pattern_that_matches_nothing(llama: Path, tmp_path: Path) -> None:

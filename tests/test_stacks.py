@@ -147,6 +147,19 @@ def test_names_and_aliases() -> None:
     assert find("jet_rl") is None
     with pytest.raises(RecipeError, match="did you mean 'vllm'"):
         get("vlm")
+    with pytest.raises(RecipeError, match=r"'nope'; stacks: vllm, .*; for short: te \(transformer_engine\)"):
+        get("nope")
+    with pytest.raises(RecipeError, match="no preset or stack is called 'trl'.*presets: jet_rl, bf16; stacks: vllm, "):
+        parse("trl")
+
+
+def test_what_is_missing_is_said_before_anything_is_read() -> None:
+    weights = run("check", "m", "--level", "weights")
+    assert weights.exit_code == 2
+    assert "--infer is required at level weights: the FP8 checkpoint's directory" in weights.stderr
+    verdict = run("rule", "AU103")
+    assert verdict.exit_code == 2
+    assert "docs/checkpoints.md" in verdict.stderr
 
 
 # ------------------------------------------------------------------------- field bugs, from configs

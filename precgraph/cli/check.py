@@ -78,6 +78,8 @@ def check(
         raise InputError(f"{option} is for level numerics, not for level {level}", remedy="leave it out")
     if not infer:  # the current folder, as a path
         raise InputError("--infer is empty", remedy="name a preset, a recipe file, a stack or a checkpoint")
+    if level == "weights" and infer == "jet_rl":
+        raise InputError("--infer is required at level weights: the FP8 checkpoint's directory")
     formats = results.Formats(json_to, html, sarif, junit, github)
     output = results.Output(formats, suppressions, baseline, fix=fix, diff=diff)
     if level == "env":

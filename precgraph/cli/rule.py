@@ -36,6 +36,11 @@ def rule(
         return
     wanted = code.strip().upper()
     found = next((e for e in entries.values() if wanted in _names(e)), None)
+    if found is None and wanted.startswith("AU"):
+        raise InputError(
+            f"{code!r} is a verdict of `precgraph audit`, not a rule of `check`",
+            remedy="its report says what was measured and what to do; docs/checkpoints.md has the table of AU codes",
+        )
     if found is None:
         close = difflib.get_close_matches(wanted, [e["code"] for e in entries.values()], n=1)
         raise InputError(f"no rule has the code {code!r}" + (f", did you mean {close[0]}?" if close else ""))

@@ -110,11 +110,10 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
     open_points = len(document["not_proved"])
     if failing:
         inherited = sum(f["inherited"] for f in failing)
-        parts = [
-            f"{len(failing)} root {'cause' if len(failing) == 1 else 'causes'}; "
-            f"{inherited} more nodes only inherit a difference",
-            *accepted,
-        ]
+        parts = [f"{len(failing)} root {'cause' if len(failing) == 1 else 'causes'}"]
+        if document["level"] not in ("weights", "env"):  # which have no nodes
+            parts.append(f"{inherited} more nodes only inherit a difference")
+        parts += accepted
         word = "inconsistent"
     elif unused:
         word, parts = "unclean", ["nothing else differs", *accepted]

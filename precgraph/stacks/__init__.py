@@ -33,6 +33,9 @@ STACKS: dict[str, Stack] = {
 ALIASES = {"te": "transformer_engine", "megatron_lm": "megatron", "ao": "torchao"}
 
 
+_SHORT = "for short: " + ", ".join(f"{short} ({name})" for short, name in ALIASES.items())
+
+
 def find(name: str) -> Stack | None:
     """The stack of that name or alias (dashes or underscores), or None."""
     key = name.lower().replace("-", "_")
@@ -45,8 +48,8 @@ def get(name: str) -> Stack:
     if stack is None:
         names = [*STACKS, *ALIASES]
         close = difflib.get_close_matches(name, names, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise RecipeError(f"no stack is called {name!r}{hint} Stacks: {', '.join(STACKS)}")
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise RecipeError(f"no stack is called {name!r}{hint}", remedy=f"stacks: {', '.join(STACKS)}; {_SHORT}")
     return stack
 
 

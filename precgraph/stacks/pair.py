@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,12 +13,12 @@ from typing import Any
 import yaml
 
 from precgraph import ops
-from precgraph.errors import InputError
+from precgraph.errors import InputError, RecipeError
 from precgraph.graph import PrecisionGraph, precision
 from precgraph.passes.raise_ops import raise_ops
 from precgraph.passes.rewrite import is_call
-from precgraph.recipe import Recipe
-from precgraph.stacks import NOT_MODELLED, Built, Request, Stack, find, get
+from precgraph.recipe import PRESETS, Recipe
+from precgraph.stacks import ALIASES, NOT_MODELLED, STACKS, Built, Request, Stack, find, get
 from precgraph.stacks.keys import Keys, keys_of
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, Rule
@@ -68,6 +69,13 @@ def parse(spec: str) -> Side:
     if Path(spec).is_dir():
         return _configured(spec, get("vllm"), spec)
     is_file = spec.endswith(".toml") or "/" in spec or Path(spec).is_file()
+    if not is_file and spec not in PRESETS:
+        close = difflib.get_close_matches(spec, [*PRESETS, *STACKS, *ALIASES], n=1, cutoff=0.7)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        known = f"presets: {', '.join(PRESETS)}; stacks: {', '.join([*STACKS, *ALIASES])}"
+        raise RecipeError(
+            f"no preset or stack is called {spec!r}{hint}", remedy=f"{known}; or name a file or directory"
+        )
     return Side(spec, Recipe.load(spec) if is_file else Recipe.preset(spec))
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -602,6 +603,20 @@ def test_vllms_own_quantisers_give_our_bytes() -> None:
     for value in (float("nan"), float("inf")):
         x = _poisoned(256, 256, value)
         _same_but_for_the_poisoned_block(*cast(x, [128, 128], False), x, once)
+
+
+@pytest.mark.vllm
+def test_vllms_fallback_for_activations_is_another_rule_and_known() -> None:
+    """Where its CUDA kernel cannot run, vLLM divides by 448 and bounds the scale instead of the largest value."""
+    module = pytest.importorskip("vllm.model_executor.layers.quantization.input_quant_fp8")
+    stack, _ = formats("vllm", "infer", {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
+    fallback = replace(stack, scale_rule="amax/max", amax_floor=448 / (448 * 512))
+    settings = SimpleNamespace(group_size=128, use_ue8m0=False, column_major_scales=False)
+    for rows, columns in SHAPES:
+        for x in _inputs(rows, columns):
+            codes, scales = module.QuantFP8._quantize_group_native(settings, x)
+            _same(codes, scales, x, fallback)
+    assert quantize(x + 1e-6, stack).scales.ne(quantize(x + 1e-6, fallback).scales).any()
 
 
 @pytest.mark.vllm

@@ -34,7 +34,7 @@ def test_every_other_family(
     for _ in range(2):
         samples = llm.generate(prompts, SamplingParams(max_tokens=10, temperature=0.7))
         assert largest_difference(actor, samples, 0.7) == 0.0
-    if family != "deepseek_v3":  # vLLM caches no prefixes of what it takes for its own latent attention
+    if not family.startswith("deepseek"):  # vLLM caches no prefixes of what it takes for its own latent attention
         assert sum(s.cached_tokens for s in samples) > 0
     llm.shutdown()
 

@@ -19,7 +19,7 @@ from precgraph.formats import QTensor
 from precgraph.graph import tensor
 from precgraph.lowering.fuse import Fusion, register_fusion
 from precgraph.lowering.gemm_nodes import fp8, wgrads
-from precgraph.lowering.packs import adjacent_columns, joined_columns
+from precgraph.lowering.packs import adjacent
 from precgraph.lowering.registry import Kernel, register
 
 _CUDA = (12, 9)  # the first whose cuBLASLt has such scales on Hopper
@@ -53,13 +53,10 @@ def fp8_wgrad(dy: QTensor, x: QTensor, out: torch.dtype = torch.bfloat16) -> Ten
 
 def fp8_wgrads(dys: Sequence[QTensor], x: QTensor, out: torch.dtype = torch.bfloat16) -> list[Tensor]:
     """WGrad of linears that read one value: one GEMM where their gradients lie side by side, rows ``N_i`` each."""
-    codes, scales = [d.codes for d in dys], [d.scales for d in dys]
-    if not adjacent_columns(codes) or not adjacent_columns(scales):
+    joint = adjacent(dys)
+    if joint is None:
         return [fp8_wgrad(d, x, out) for d in dys]
-    widths = [d.shape[-1] for d in dys]
-    shape = torch.Size((*dys[0].shape[:-1], sum(widths)))
-    joint = QTensor(joined_columns(codes), joined_columns(scales), shape, dys[0].format)
-    return list(fp8_wgrad(joint, x, out).split(widths))
+    return list(fp8_wgrad(joint, x, out).split([d.shape[-1] for d in dys]))
 
 
 def _operand(q: QTensor) -> tuple[Tensor, Tensor]:

@@ -34,7 +34,7 @@ from precgraph.lowering.gemm_nodes import bf16, fp8, wgrads
 from precgraph.lowering.packs import (
     Fp8Weight,
     MasterWeight,
-    adjacent_columns,
+    adjacent,
     is_whole_stack,
     joined_columns,
     pad_columns,
@@ -168,13 +168,10 @@ def fp8_wgrad_sums(dy: QTensor, x: QTensor) -> Tensor:
 
 def fp8_wgrads(dys: Sequence[QTensor], x: QTensor) -> list[Tensor]:
     """WGrad of linears that read one value: one GEMM where their gradients lie side by side, rows ``N_i`` each."""
-    codes, scales = [d.codes for d in dys], [d.scales for d in dys]
-    if not adjacent_columns(codes) or not adjacent_columns(scales):
+    joint = adjacent(dys)
+    if joint is None:
         return [fp8_wgrad(d, x) for d in dys]
-    widths = [c.shape[1] for c in codes]
-    shape = torch.Size((*dys[0].shape[:-1], sum(widths)))
-    joint = QTensor(joined_columns(codes), joined_columns(scales), shape, dys[0].format)
-    return list(fp8_wgrad(joint, x).split(widths))
+    return list(fp8_wgrad(joint, x).split([d.shape[-1] for d in dys]))
 
 
 def _like(y: Tensor, shape: torch.Size) -> Tensor:

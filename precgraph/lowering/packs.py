@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precgraph.errors import LoweringError
-from precgraph.formats import Format
+from precgraph.formats import Format, QTensor
 
 BLOCK = 128
 
@@ -167,6 +167,15 @@ def _copied_columns(parts: Sequence[Tensor]) -> Tensor:
     if parts[0].dtype.itemsize == 1:  # FP8 is moved as bytes
         return torch.cat([p.view(torch.uint8) for p in parts], dim=1).view(parts[0].dtype)
     return torch.cat(list(parts), dim=1)
+
+
+def adjacent(parts: Sequence[QTensor]) -> QTensor | None:
+    """Quantised tensors ``[..., n_i]`` as the one whose neighbouring columns they are, in order, or None."""
+    codes, scales = [p.codes for p in parts], [p.scales for p in parts]
+    if not adjacent_columns(codes) or not adjacent_columns(scales):
+        return None
+    shape = torch.Size((*parts[0].shape[:-1], sum(p.shape[-1] for p in parts)))
+    return QTensor(joined_columns(codes), joined_columns(scales), shape, parts[0].format)
 
 
 def pad_columns(x: Tensor, multiple: int = BLOCK) -> Tensor:

@@ -59,7 +59,7 @@ class WeightStore:
             self.packs.update(made)
         if self.version == 0:
             self._require_masters()
-            _require_finite(self._held())
+            _require_finite(self._loose())
             self.version = 1
             self._seen = self._state()
 
@@ -107,9 +107,12 @@ class WeightStore:
 
     def _held(self) -> list[Named]:
         """What must be finite: the masters that no pack is made from, and what packs hold besides codes."""
+        return [*self._loose(), *_values_of(self.packs)]
+
+    def _loose(self) -> list[Named]:
+        """The masters that no pack is made from."""
         packed = {key.path for key in self.packs}
-        loose = [(path, "the weight holds", m.detach()) for path, m in self.masters.items() if path not in packed]
-        return [*loose, *_values_of(self.packs)]
+        return [(path, "the weight holds", m.detach()) for path, m in self.masters.items() if path not in packed]
 
     def _require_masters(self) -> None:
         """Masters have the dtype that they were compiled with."""

@@ -11,11 +11,11 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from precgraph.runtime.cache import PagedCache
-from precgraph.runtime.engine import CACHE_BYTES
+from precgraph.runtime.engine import CACHE_BYTES, Completion
 from precgraph.runtime.sampling import SamplingParams
 from trainer.config import Config
 from trainer.errors import ConfigError
@@ -51,18 +51,6 @@ class ExactVllm:
 
     def close(self) -> None:
         self._llm.shutdown()
-
-
-@dataclass(frozen=True, slots=True)
-class StockCompletion:
-    """What vLLM's own model returned for a request. The whole distribution was drawn from: ``kept_mass`` is 1."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    kept_mass: list[float]
-    finish_reason: str
-    weights_version: int
 
 
 class StockVllm:
@@ -116,13 +104,14 @@ class StockVllm:
         self._engine.reset_prefix_cache()
         self._served = int(store.version)
 
-    def _completion(self, output: Any) -> StockCompletion:
+    def _completion(self, output: Any) -> Completion:
+        """The whole distribution was drawn from: the kept mass is 1."""
         (answer,) = output.outputs
         tokens = list(answer.token_ids)
         logprobs = [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)]
-        return StockCompletion(
+        return Completion(
             list(output.prompt_token_ids), tokens, logprobs, [1.0] * len(tokens), str(answer.finish_reason),
-            self._served,
+            self._served, output.num_cached_tokens or 0,
         )  # fmt: skip
 
     def sleep(self) -> None:

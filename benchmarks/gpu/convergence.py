@@ -1,7 +1,7 @@
-"""A supervised run of a 100M-class model in FP8 and in BF16: the same data, seed and optimiser; losses and gradients.
+"""Supervised runs of a 100M-class model in FP8 and in BF16: the same data, seeds and optimiser; losses and gradients.
 
-``python benchmarks/gpu/convergence.py [--steps 500]``. The text is Python's own library, as bytes. BF16 is Hugging
-Face's model with SDPA. Gradients are compared at the weights that the BF16 run ends with, on one batch: the relative
+``python benchmarks/gpu/convergence.py [--steps 500] [--seeds 3]``. The text is Python's own library, as bytes. BF16 is
+Hugging Face's model with SDPA. A seed draws the first weights and the order of the data. Gradients are compared at the weights that the BF16 run ends with, on one batch: the relative
 error of FP8's against BF16's, and as a yardstick that of BF16's own, both against gradients in fp32.
 """
 
@@ -39,15 +39,15 @@ def text() -> Tensor:
     return torch.tensor(list(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8, device="cuda")
 
 
-def batch(data: Tensor, step: int) -> Tensor:
-    """Rows ``[ROWS, LENGTH]`` from places that the step's number draws."""
-    generator = torch.Generator().manual_seed(step)
+def batch(data: Tensor, step: int, seed: int = 0) -> Tensor:
+    """Rows ``[ROWS, LENGTH]`` from places that the seed and the step's number draw."""
+    generator = torch.Generator().manual_seed(seed * 1_000_000 + step)
     starts = torch.randint(len(data) - LENGTH, (ROWS, 1), generator=generator).cuda()
     return data[starts + torch.arange(LENGTH, device="cuda")].long()
 
 
-def new_model(dtype: torch.dtype = torch.bfloat16) -> LlamaForCausalLM:
-    torch.manual_seed(0)
+def new_model(dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
     with torch.device("cuda"):
         return LlamaForCausalLM._from_config(CONFIG, dtype=dtype).train()
 
@@ -58,7 +58,7 @@ def loss_of(model: Any, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
 
-def train(model: Any, data: Tensor, steps: int) -> list[float]:
+def train(model: Any, data: Tensor, steps: int, seed: int) -> list[float]:
     """Losses of AdamW with fp32 masters, whose bf16 rounding is what the model runs on."""
     masters = [p.detach().float() for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=RATE, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -68,7 +68,7 @@ def train(model: Any, data: Tensor, steps: int) -> list[float]:
         optimizer.param_groups[0]["lr"] = (
             RATE * min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * done))
         )
-        loss = loss_of(model, batch(data, step))
+        loss = loss_of(model, batch(data, step, seed))
         model.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -94,20 +94,28 @@ def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=500)
-    steps = parser.parse_args().steps
-    data = text()
-    bf16 = new_model()
-    runs = {"BF16": train(bf16, data, steps), "FP8": train(precgraph.compile(new_model(), "train"), data, steps)}
-    final = {name: fmean(losses[-LAST:]) for name, losses in runs.items()}
-    size = sum(p.numel() for p in bf16.parameters()) / 1e6
-    shape = f"Llama {size:.0f}M, {steps} steps of {ROWS}x{LENGTH} bytes"
-    results = [Result(shape, f"final loss, {name}", value, "nats") for name, value in final.items()]
-    results.append(Result(shape, "FP8's final loss over BF16's", final["FP8"] / final["BF16"] - 1, "1"))
-    for name, losses in runs.items():
-        bad = sum(not math.isfinite(x) for x in losses)
-        curve = " ".join(f"{losses[i]:.3f}" for i in range(0, steps, max(1, steps // 10)))
-        print(f"{name:5s} {curve}  final {final[name]:.4f}, {bad} not finite")
-    results += [Result(shape, *row) for row in compare_gradients(bf16, batch(data, steps))]
+    parser.add_argument("--seeds", type=int, default=3)
+    options = parser.parse_args()
+    data, results, final = text(), [], defaultdict(list)
+    bf16 = new_model()  # stays as seed 0 leaves it: the gradients are compared there
+    shape = (
+        f"Llama {sum(p.numel() for p in bf16.parameters()) / 1e6:.0f}M, {options.steps} steps of {ROWS}x{LENGTH} bytes"
+    )
+    for seed in range(options.seeds):
+        models = {
+            "BF16": new_model(seed=seed) if seed else bf16,
+            "FP8": precgraph.compile(new_model(seed=seed), "train"),
+        }
+        for name, model in models.items():
+            losses = train(model, data, options.steps, seed)
+            final[name].append(fmean(losses[-LAST:]))
+            results.append(Result(shape, f"final loss, {name}, seed {seed}", final[name][-1], "nats"))
+            bad = sum(not math.isfinite(x) for x in losses)
+            curve = " ".join(f"{losses[i]:.3f}" for i in range(0, options.steps, max(1, options.steps // 10)))
+            print(f"{name:5s} {seed} {curve}  final {final[name][-1]:.4f}, {bad} not finite", flush=True)
+    results.append(Result(shape, "FP8's final loss over BF16's", fmean(final["FP8"]) / fmean(final["BF16"]) - 1, "1"))
+    print(f"FP8's mean over BF16's: {results[-1].value:+.4f}")
+    results += [Result(shape, *row) for row in compare_gradients(bf16, batch(data, options.steps))]
     append("convergence", results)
 
 

@@ -61,7 +61,9 @@ def fp8_wgrads(dys: Sequence[QTensor], x: QTensor, out: torch.dtype = torch.bflo
 
 def _operand(q: QTensor) -> tuple[Tensor, Tensor]:
     """Codes ``[n, pad(T)]`` and scales ``[n, T / 128]`` with unit stride along n; copies only where strides differ."""
-    return q.codes.t().contiguous(), q.scales.contiguous().t()
+    groups, n = q.scales.shape
+    # torch wants a stride of n even along a single group, where any stride counts as contiguous
+    return q.codes.t().contiguous(), q.scales.contiguous().as_strided((n, groups), (1, n))
 
 
 def _serves(out: str) -> Callable[[fx.Node], bool]:

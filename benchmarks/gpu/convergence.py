@@ -1,8 +1,9 @@
 """Supervised runs of a 100M-class model in FP8 and in BF16: the same data, seeds and optimiser; losses and gradients.
 
 ``python benchmarks/gpu/convergence.py [--steps 500] [--seeds 3]``. The text is Python's own library, as bytes. BF16 is
-Hugging Face's model with SDPA. A seed draws the first weights and the order of the data. Gradients are compared at the weights that the BF16 run ends with, on one batch: the relative
-error of FP8's against BF16's, and as a yardstick that of BF16's own, both against gradients in fp32.
+Hugging Face's model with SDPA. A seed draws the first weights and the order of the data. Gradients are compared at the
+weights that the BF16 run ends with, on one batch: the relative error of FP8's against BF16's, and as a yardstick that
+of BF16's own, both against gradients in fp32.
 """
 
 from __future__ import annotations

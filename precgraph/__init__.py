@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         TraceError,
         UnsupportedModelError,
     )
-    from precgraph.formats import Format
+    from precgraph.format import Format
     from precgraph.graph import PrecisionGraph
     from precgraph.recipe import Recipe
     from precgraph.runtime.compiled import compile
@@ -42,7 +42,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
-    "Format": "precgraph.formats", "PrecisionGraph": "precgraph.graph", "Recipe": "precgraph.recipe",
+    "Format": "precgraph.format", "PrecisionGraph": "precgraph.graph", "Recipe": "precgraph.recipe",
     "Report": "precgraph.verify", "check": "precgraph.checking", "compile": "precgraph.runtime.compiled",
     "token_logprobs": "precgraph.runtime.scoring",
 }  # fmt: skip

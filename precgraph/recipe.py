@@ -1,4 +1,4 @@
-"""Recipe: which tensor gets which :class:`~precgraph.formats.Format`, and every other numeric rule of a program.
+"""Recipe: which tensor gets which :class:`~precgraph.format.Format`, and every other numeric rule of a program.
 
 A recipe is plain data. :meth:`Recipe.save` writes every rule out, so that a recipe file shows all that can change a
 bit; :meth:`Recipe.load` refuses keys that it does not know and names the nearest one.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from precgraph.errors import RecipeError
-from precgraph.formats import Format
+from precgraph.format import Format
 
 E4M3 = "float8_e4m3fn"
 PRESETS = ("jet_rl", "bf16")

@@ -549,6 +549,12 @@ def test_plain_formats(dtype: str) -> None:
     assert fmt.torch_dtype == getattr(torch, dtype)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64", E4M3, "float8_e5m2"])
+def test_the_largest_value_is_torchs(dtype: str) -> None:
+    fmt = Format(dtype=dtype, granularity="1x128") if dtype.startswith("float8") else Format.plain(dtype)
+    assert fmt.max == torch.finfo(getattr(torch, dtype)).max
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

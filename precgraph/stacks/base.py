@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from precgraph.errors import RecipeError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.recipe import E4M3, LinearRule, Recipe, SelectRule
 from precgraph.stacks.matching import Skips
 

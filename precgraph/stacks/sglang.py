@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, lookup, other_activation, plain_recipe, taken
 from precgraph.stacks.matching import Matcher, path, skips, substring
 from precgraph.stacks.vllm import STORED_KEYS, block_of, stored_weight

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe
 
 KEYS = ("use_f32_scales", "fp8_format", "amax_epsilon", "x_block_scaling_dim", "w_block_scaling_dim")

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.stacks import megatron, sglang, transformer_engine, vllm
 from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, lookup, plain_recipe
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.stacks.base import (
     Built,
     Request,

@@ -162,9 +162,9 @@ def kernels(options: argparse.Namespace) -> None:
     """Compile the kernels of every size of a step, in processes that share DeepGEMM's cache on disk."""
     begun = time.monotonic()
     sizes = warm_sizes(max(options.requests))
-    shares = [sizes[i::COMPILERS] for i in range(COMPILERS)]
+    share = math.ceil(len(sizes) / COMPILERS)  # neighbours in one process: they need the same kernels
     command = [sys.executable, "-m", "benchmarks.gpu.rollout", "--part", "compile", "--requests"]
-    running = [subprocess.Popen([*command, *map(str, share)]) for share in shares if share]
+    running = [subprocess.Popen([*command, *map(str, sizes[i : i + share])]) for i in range(0, len(sizes), share)]
     failed = [p.args for p in running if p.wait()]
     if failed:
         raise SystemExit(f"could not compile: {failed}")

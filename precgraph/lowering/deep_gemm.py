@@ -2,12 +2,12 @@
 
 FProp and DGrad run the 1D2D kernel (one operand in groups of 1x128, the weight in 128x128 blocks, bf16 out), WGrad the
 1D1D kernel (both operands in groups of 128 along tokens, fp32 out, rounded once), or 1D2D where a recipe quantises the
-activation in 128x128 blocks. Both add up 128 products in the
-tensor core, scale the sum and add it to an fp32 accumulator, group after group: rows do not depend on each other and
-nothing is split, so results are row-invariant and deterministic whatever tile the library picks (a test shows it).
+activation in 128x128 blocks. Both add up 128 products in the tensor core, scale the sum and add it to an fp32
+accumulator, group after group: rows do not depend on each other and nothing is split, so results are row-invariant and
+deterministic whatever tile the library picks (a test shows it).
 
 The library is PyPI's ``sgl-deep-gemm`` (imported as ``deep_gemm``) or the copy inside vLLM. It compiles a kernel for
-every new tile, about four seconds each, into ``DG_JIT_CACHE_DIR`` (default ``~/.deep_gemm``).
+every new tile, about four seconds each, into ``DG_JIT_CACHE_DIR`` (default ``~/.deep_gemm``); one serves all shapes.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from precgraph.lowering.packs import (
 from precgraph.lowering.registry import Kernel, register
 
 _DISTRIBUTIONS = (("deep_gemm", "sgl-deep-gemm", "0.1."), ("vllm.third_party.deep_gemm", "vllm", "0."))
+_COMPILED = ""  # no size of a GEMM is compiled in; vLLM's copy would compile N and K, in WGrad the number of tokens
+_OPTIONS: dict[str, Any] = {"compiled_dims": _COMPILED, "disable_ue8m0_cast": True}  # scales stay fp32
 
 # ------------------------------------------------------------------------------------- the library
 
@@ -139,7 +141,7 @@ def fp8_dgrad(dys: Sequence[QTensor], weights: Sequence[Fp8Weight]) -> Tensor:
 def _gemm_1d2d(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
     """``a [M, K] @ b [N, K].T`` to bf16 ``[M, N]``; scales ``[M, K / 128]`` and ``[N / 128, K / 128]``."""
     d = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
-    _module().fp8_gemm_nt((a, _rows_major(a_scales)), (b, b_scales.contiguous()), d, disable_ue8m0_cast=True)
+    _module().fp8_gemm_nt((a, _rows_major(a_scales)), (b, b_scales.contiguous()), d, **_OPTIONS)
     return d
 
 
@@ -162,7 +164,7 @@ def fp8_wgrad_sums(dy: QTensor, x: QTensor) -> Tensor:
     total = torch.zeros(left[0].shape[0], padded(codes.shape[0], 4), dtype=torch.float32, device=codes.device)
     total = total[:, : codes.shape[0]]
     right = codes, _rows_major(scales)
-    _module().fp8_gemm_nt(left, right, total, c=total, recipe=(1, 1, 128), disable_ue8m0_cast=True)
+    _module().fp8_gemm_nt(left, right, total, c=total, recipe=(1, 1, 128), **_OPTIONS)
     return total
 
 
@@ -218,7 +220,7 @@ def _bf16_gemm(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     """``a [M, K] @ b [N, K].T``; either operand may be a transposed view."""
     columns = b.shape[0]
     d = torch.empty(a.shape[0], padded(columns, 16 // out.itemsize), dtype=out, device=a.device)[:, :columns]
-    _module().bf16_gemm_nt(_aligned(a), _aligned(b), d)
+    _module().bf16_gemm_nt(_aligned(a), _aligned(b), d, compiled_dims=_COMPILED)
     return d
 
 

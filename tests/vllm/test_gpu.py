@@ -31,7 +31,7 @@ def model_of(width: int, heads: int = 4) -> Any:
         num_key_value_heads=2, head_dim=width, max_position_embeddings=2048, tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(config).bfloat16()
+    return Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
 
 
 def largest_difference(actor: Any, samples: Any, params: Any) -> float:

@@ -219,6 +219,8 @@ def compare_with_capture(train: Run, capture: Capture, ids: Tensor, step: Step =
             i = comparison.infer_of.get(name, "")
             if i in capture:
                 comparison.own(i, value, capture.value(i))
+            elif i:
+                comparison.lacking.add(i)
             return value
 
         def same_inputs(name: str, value: Any) -> Any:
@@ -248,6 +250,8 @@ def compare_captures(train: Capture, infer: Capture) -> Numerics:
     for i, t in nodes.train_of.items():
         if t in train and i in infer:
             nodes.own(i, train.value(t), infer.value(i))
+        elif t in train or i in infer:
+            nodes.lacking.add(i)
     return nodes.result()
 
 

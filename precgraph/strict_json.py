@@ -1,9 +1,11 @@
-"""JSON that people hand in: what Python's reader takes silently, one key twice and NaN, is an error here."""
+"""JSON without what Python takes silently: one key twice and NaN are errors in what is read, and not written."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,11 @@ def read(path: Path) -> Any:
         raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
     except ValueError as error:
         raise InputError(f"is not valid JSON: {error}", path=str(path)) from None
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with null for NaN and infinity, which JSON has no numbers for."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def test_files_of_two_versions(whole: Path, tmp_path: Path) -> None:
     mixed_versions(folder := copied(whole / "masters", tmp_path / "masters"))
     refused(f"{WEIGHT}: has shape [319, 192]", "export", folder, "-o", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    args = ["check", str(folder), "--level", "weights", "--infer", str(whole / "fp8"), "--json", "-"]
+    args = ["check", str(folder), "--level", "weights", "--infer", str(whole / "fp8"), "--json"]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 1 and "PG302" in result.stdout
 
@@ -192,6 +192,6 @@ def test_files_of_two_versions(whole: Path, tmp_path: Path) -> None:
 def test_masters_and_checkpoint_of_two_models(whole: Path, tmp_path: Path) -> None:
     causal_lm("qwen2").save_pretrained(tmp_path / "other")
     result = CliRunner().invoke(
-        app, ["check", str(tmp_path / "other"), "--level", "weights", "--infer", str(whole / "fp8"), "--json", "-"]
+        app, ["check", str(tmp_path / "other"), "--level", "weights", "--infer", str(whole / "fp8"), "--json"]
     )
     assert result.exit_code == 1 and "PG302" in result.stdout

@@ -152,7 +152,7 @@ def test_command_line(tmp_path: Path) -> None:
     def run(*args: str) -> Any:
         return CliRunner().invoke(app, ["bisect", str(tmp_path / "model"), *sides, *args])
 
-    result = run("--tokens", "12", "--by", "layers", "--json", str(tmp_path / "out.json"))
+    result = run("--tokens", "12", "--by", "layers", "-o", str(tmp_path / "out.json"))
     assert result.exit_code == 0, result.output
     assert "model.layers.1 │ 100.0%" in result.stdout
     data = json.loads((tmp_path / "out.json").read_text())

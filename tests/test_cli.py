@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
 from typer.testing import CliRunner, Result
 
@@ -111,6 +112,15 @@ def test_help_and_what_is_only_looked_up_start_without_torch() -> None:
     assert lines[-1] == "[]"
 
 
+def test_json_is_a_flag_and_a_file_is_named_with_o() -> None:
+    commands = typer.main.get_group(app).commands
+    options = {(name, opt): p for name, c in commands.items() for p in c.params for opt in p.opts}
+    assert all(options[key].is_flag for key in options if key[1] == "--json")
+    without = {"recipe", "report", "schema", "show"}
+    assert {name for name, opt in options if opt == "--json"} == commands.keys() - without
+    assert all((name, "-o") in options for name in ("check", "bisect", "env", "recipe", "export"))
+
+
 def test_version() -> None:
     assert run("--version").stdout.strip() == f"precgraph {precgraph.__version__}"
 
@@ -158,7 +168,7 @@ def test_recipes_that_differ_are_inconsistent_in_the_right_row(llama: Path, tmp_
 
 def test_a_layer_that_only_one_side_skips(llama: Path, tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, select__skip=["model.layers.1.mlp.down_proj"])
-    result = run("check", llama, "--train", recipe, "--json", "-")
+    result = run("check", llama, "--train", recipe, "--json")
     assert result.exit_code == 1
     (finding,) = json.loads(result.stdout)["violations"]
     assert finding["module"] == "model.layers.1.mlp.down_proj"
@@ -175,7 +185,7 @@ def test_a_difference_of_the_backward_is_a_note(llama: Path, tmp_path: Path) -> 
 
 def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
     target = tmp_path / "report.json"
-    result = run("check", llama, "--train", "bf16", "--json", target)
+    result = run("check", llama, "--train", "bf16", "-o", target)
     assert result.exit_code == 1
     assert "inconsistent" in result.stdout  # people still get their table
     data = load(target)  # fits the schema
@@ -198,7 +208,7 @@ def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
 
 
 def test_stdout_is_nothing_but_json_in_a_process_of_its_own(llama: Path) -> None:
-    done = process("check", llama, "--json", "-")
+    done = process("check", llama, "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["ok"] is True
     assert done.stderr == ""
@@ -206,7 +216,7 @@ def test_stdout_is_nothing_but_json_in_a_process_of_its_own(llama: Path) -> None
 
 def test_the_device_is_this_machines(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    data = json.loads(run("check", llama, "--json", "-").stdout)
+    data = json.loads(run("check", llama, "--json").stdout)
     assert (data["backend"], data["device"]) == ("reference", "cpu")
     for command in ("check", "digest", "show"):
         result = run(command, llama, "--backend", "deep_gemm")  # its modules, or the CPU, are in the way
@@ -223,7 +233,7 @@ def test_what_is_not_proved_is_said(llama: Path, monkeypatch: pytest.MonkeyPatch
 
     choose = lowering.select
     monkeypatch.setattr(lowering, "select", unknown)
-    result = run("check", llama, "--json", "-")
+    result = run("check", llama, "--json")
     assert result.exit_code == 0
     data = json.loads(result.stdout)
     assert data["notes"] == []
@@ -296,7 +306,7 @@ def test_options_that_are_not_choices(llama: Path, tmp_path: Path) -> None:
     assert_error(run("show", llama, "--after", "trace", "--diff"), "nothing comes before the trace")
     assert_error(run("show", llama, "--diff", "--format", "dot"), "--diff is text")
     assert_error(run("show", llama, "--format", "json", "--layer", 1), "json is always the whole graph")
-    assert_error(run("check", llama, "--json", tmp_path / "no" / "report.json"), "report.json: cannot be written")
+    assert_error(run("check", llama, "-o", tmp_path / "no" / "report.json"), "report.json: cannot be written")
     assert_error(run("check", llama, "--capture", tmp_path / "x.safetensors"), "--capture is for level numerics")
     assert_error(run("check", llama, "--prompt-file", "ids.json"), "--prompt-file is for level numerics")
 

@@ -134,11 +134,11 @@ def test_nodes_of_one_side_and_another_mode(write: Any, graph: dict[str, Any], t
 
 def test_what_cannot_be_compared_is_one_line(write: Any, graph: dict[str, Any]) -> None:
     report, half = document(), {**graph, "nodes": graph["nodes"][:-1]}
-    weights = {**report, "level": "numerics"}
+    other = {**report, "level": "env"}
     for a, b, words in (
         (report, graph, "is a graph, and"), (report, "{", "is not valid JSON"), ([], report, "is neither a graph nor"),
         (half, graph, "the data is cut short"), ({**graph, "schema": 9}, graph, "not a precision graph of schema"),
-        ({**report, "exit_code": 1}, report, "is no report of schema"), (report, weights, "levels graph and numerics"),
+        ({**report, "exit_code": 1}, report, "is no report of schema"), (report, other, "levels graph and env"),
     ):  # fmt: skip
         result = run(write("a", a), write("b", b))
         assert result.exit_code == 2, words

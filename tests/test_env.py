@@ -114,11 +114,11 @@ def test_two_processes_that_differ_in_one_variable(tmp_path: Path) -> None:
     files = []
     for name, extra in (("a", {}), ("b", {"ATEN_CPU_CAPABILITY": "default"})):
         files.append(tmp_path / f"{name}.json")
-        command = [sys.executable, "-m", "precgraph", "env", "--json", str(files[-1])]
+        command = [sys.executable, "-m", "precgraph", "env", "-o", str(files[-1])]
         environment = {k: v for k, v in os.environ.items() if k != "ATEN_CPU_CAPABILITY"} | extra
         subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     found = tmp_path / "out.json"
-    result = run("check", files[0], files[1], "--level", "env", "--json", found)
+    result = run("check", files[0], files[1], "--level", "env", "-o", found)
     assert result.exit_code == 1, result.output
     data = json.loads(found.read_text())
     codes = {(f["code"][:5], f["attributes"][0]) for f in data["violations"]}

@@ -45,7 +45,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows(files: Path, model: str, train: str, infer: str, **env: str) -> list[Row]:
     """The rows of a check that says "inconsistent", or none if it is consistent."""
     train, infer = (f"{s.partition(':')[0]}:{files / s.partition(':')[2]}" if ":" in s else s for s in (train, infer))
-    args = ["check", str(files / f"{model}.json"), "--train", train, "--infer", infer, "--json", "-"]
+    args = ["check", str(files / f"{model}.json"), "--train", train, "--infer", infer, "--json"]
     result = CliRunner(env=env).invoke(app, args)
     assert result.exit_code in (0, 1), result.stderr
     found: list[Row] = [r for r in json.loads(result.stdout)["rows"] if r["state"] == "violation"]

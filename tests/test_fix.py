@@ -166,7 +166,7 @@ def test_a_pattern_that_hits_too_much_becomes_the_names(llama: str, folder: Path
     shown = check(llama, "--train", "mine.toml", "--infer", f"vllm:{path}", "--diff")
     assert path.read_text() == text
     assert '-            "re:.*mlp.gate"' in shown.stdout
-    check(llama, "--train", "mine.toml", "--infer", f"vllm:{path}", "--fix", "--json", "out.json")
+    check(llama, "--train", "mine.toml", "--infer", f"vllm:{path}", "--fix", "-o", "out.json")
     data = json.loads(path.read_text())
     assert data == online(ignore=["lm_head", "re:.*layers.0.self_attn.o_proj"])
     assert path.read_text() == json.dumps(data, indent=4)
@@ -314,7 +314,7 @@ def test_writing_keeps_links_and_modes(folder: Path) -> None:
 
 
 def test_options_that_exclude_each_other(llama: str) -> None:
-    assert check(llama, "--diff", "--json", "-").exit_code == 2
+    assert check(llama, "--diff", "--json").exit_code == 2
     assert "know nothing of level env" in check(llama, "--level", "env", "--fix").stderr
     consistent = check(llama, "--fix")
     assert consistent.exit_code == 0 and consistent.stderr == ""

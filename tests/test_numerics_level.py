@@ -23,7 +23,6 @@ from precgraph.attention import IMPLEMENTATION
 from precgraph.capture import Capture
 from precgraph.checking import lowered
 from precgraph.cli import app
-from precgraph.cli.numerics import measures
 from precgraph.errors import InputError
 from precgraph.formats import Format, QTensor, dequantize, quantize
 from precgraph.graph import PrecisionGraph, annotate
@@ -32,6 +31,7 @@ from precgraph.passes.pipeline import build
 from precgraph.probe import Run, compare_runs, load_pair
 from precgraph.recipe import Recipe, SelectRule
 from precgraph.report import load
+from precgraph.report.numerics import measures
 from precgraph.runtime.store import WeightStore
 from precgraph.trace import Trace, trace
 from precgraph.verify.numerics import Numerics, mismatch
@@ -234,7 +234,7 @@ def captured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_recipes_from_the_command_line(folder: Path, tmp_path: Path) -> None:
     out, recipe = tmp_path / "out.json", tmp_path / "r.toml"
     replace(JET, select=SelectRule(skip=("model.layers.1.mlp.down_proj",))).save(recipe)
-    result = run(folder, "--infer", recipe, "--tokens", 16, "--json", out)
+    result = run(folder, "--infer", recipe, "--tokens", 16, "-o", out)
     assert result.exit_code == 1, result.output
     assert "first divergence: model.layers.1.mlp.down_proj, linear" in result.stdout
     data = report(out)
@@ -245,6 +245,33 @@ def test_two_recipes_from_the_command_line(folder: Path, tmp_path: Path) -> None
     assert data["numerics"]["growth"][1]["differing"] == 0
     assert data["numerics"]["logprobs"]["tokens"] == 15
     assert data["probe"] == {"tokens": 16, "seed": 0, "prompt_file": None}
+
+
+def test_a_report_read_again_and_its_page_show_what_the_check_showed(folder: Path, tmp_path: Path) -> None:
+    """Growth, causes and log-probabilities are of the document, and its schema says what they are."""
+    out, page, recipe = tmp_path / "out.json", tmp_path / "out.html", tmp_path / "r.toml"
+    replace(JET, select=SelectRule(skip=("model.layers.1.mlp.down_proj",))).save(recipe)
+    result = run(folder, "--infer", recipe, "--tokens", 16, "-o", out, "--html", page)
+    again = CliRunner().invoke(app, ["report", str(out)])
+    assert (again.stdout, again.exit_code) == (result.stdout, 1)
+    data = report(out)
+    (cause,) = data["numerics"]["causes"]
+    shown = (
+        f"{cause['alone']['share']:.2%}",
+        f"{cause['alone']['largest']:.3g}",
+        f"{data['numerics']['logprobs']['k3']:.3g}",
+    )
+    for text in (again.stdout, page.read_text()):
+        assert "How the difference grows" in text and "Differ by themselves, on equal inputs" in text
+        assert "first divergence: model.layers.1.mlp.down_proj, linear" in text
+        assert all(number in text for number in shown)
+        assert "log-probabilities of 15 probe tokens" in text
+    for key in ("first", "causes", "growth", "logprobs"):
+        whole = {k: v for k, v in data["numerics"].items() if k != key}
+        for broken in (whole, {**whole, key: "x"}):
+            out.write_text(json.dumps({**data, "numerics": broken}))
+            with pytest.raises(InputError, match="is no report"):
+                report(out)
 
 
 def test_a_capture_holds_what_the_program_computes(captured: Path, folder: Path) -> None:
@@ -264,7 +291,7 @@ def test_a_capture_holds_what_the_program_computes(captured: Path, folder: Path)
 
 def test_a_capture_of_the_same_program_is_equal(captured: Path, folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result = run(folder, "--infer", captured, "--json", out)
+    result = run(folder, "--infer", captured, "-o", out)
     assert result.exit_code == 0, result.output
     data = report(out)
     assert (data["compared"]["differing"], data["numerics"]["logprobs"]["differing"]) == (0, 0)
@@ -294,7 +321,7 @@ def test_a_flipped_bit_in_a_capture_is_found_by_itself(captured: Path, folder: P
     other = edited(captured, tmp_path / "flipped.safetensors", flip)
     for sides in ((folder, "--infer", other), (captured, other)):
         out = tmp_path / "out.json"
-        assert run(*sides, "--json", out).exit_code == 1
+        assert run(*sides, "-o", out).exit_code == 1
         data = report(out)
         first = data["numerics"]["first"]
         assert (first["node"], first["delta"]["differing"], first["delta"]["bits"]) == (node, 1, 1)
@@ -310,7 +337,7 @@ def test_other_weights_are_named(folder: Path, captured: Path, tmp_path: Path) -
         model.get_parameter("model.layers.1.mlp.up_proj.weight")[0, 0] += 1
     model.save_pretrained(tmp_path / "other")
     out = tmp_path / "out.json"
-    assert run(tmp_path / "other", "--infer", captured, "--json", out).exit_code == 1
+    assert run(tmp_path / "other", "--infer", captured, "-o", out).exit_code == 1
     data = report(out)
     assert {(v["code"][:5], v["module"]) for v in data["violations"]} == {("PG503", "model.layers.1.mlp.up_proj")}
     assert data["violations"][0]["inherited"] > 3
@@ -349,11 +376,11 @@ def test_hidden_states_of_stock_transformers(folder: Path, tmp_path: Path) -> No
     model = causal_lm("llama").eval()
     model.set_attn_implementation(IMPLEMENTATION)
     save_file(hooked(model, IDS, MODULES), path)
-    result = run(folder, "--train", "bf16", "--infer", path, "--json", out)
+    result = run(folder, "--train", "bf16", "--infer", path, "-o", out)
     assert result.exit_code == 0, result.output
     assert report(out)["compared"] == {"modules": len(MODULES), "differing": 0, "hidden": 0}
     assert report(out)["numerics"]["logprobs"]["differing"] == 0
-    assert run(folder, "--train", "jet_rl", "--infer", path, "--json", out).exit_code == 1
+    assert run(folder, "--train", "jet_rl", "--infer", path, "-o", out).exit_code == 1
     data = report(out)
     (violation,) = data["violations"]
     assert (violation["code"][:5], violation["module"]) == ("PG504", "model.layers.0.self_attn.q_proj")
@@ -362,7 +389,7 @@ def test_hidden_states_of_stock_transformers(folder: Path, tmp_path: Path) -> No
     ]  # fmt: skip
     model.set_attn_implementation("sdpa")
     save_file(hooked(model, IDS, MODULES), path)
-    assert run(folder, "--train", "bf16", "--infer", path, "--json", out).exit_code == 1
+    assert run(folder, "--train", "bf16", "--infer", path, "-o", out).exit_code == 1
     assert report(out)["numerics"]["first"]["module"] == "model.layers.0.self_attn"
 
 
@@ -422,15 +449,45 @@ def test_a_missing_module_is_said(folder: Path, tmp_path: Path) -> None:
     taken = hooked(causal_lm("llama").eval(), IDS, ("model.embed_tokens",))
     path, out = tmp_path / "x.safetensors", tmp_path / "out.json"
     save_file({**taken, "model.layers.0.self_attn.qkv_proj": torch.zeros(20, 384)}, path)
-    assert run(folder, "--train", "bf16", "--infer", path, "--json", out).exit_code == 0
-    (absent,) = report(out)["not_proved"]
+    assert run(folder, "--train", "bf16", "--infer", path, "-o", out).exit_code == 0
+    absent, few = report(out)["not_proved"]
     assert (absent["code"][:5], absent["module"]) == ("PG910", "model.layers.0.self_attn.qkv_proj")
+    assert (few["code"][:5], few["module"]) == ("PG910", "")
+    assert few["message"] == "1 of 30 modules were captured, and nothing after model.embed_tokens was compared"
+
+
+def test_a_capture_of_part_of_the_program_proves_nothing_of_the_rest(
+    folder: Path, captured: Path, tmp_path: Path
+) -> None:
+    """Without the logits there is no verdict; with them, what was compared is said."""
+    capture = Capture(captured)
+    assert capture.graph is not None
+    nodes = capture.modules()
+    one, most = (tmp_path / f"{name}.safetensors" for name in ("one", "most"))
+    node = nodes["model.layers.0.mlp.down_proj"]
+    with safe_open(captured, framework="pt") as file:
+        about = json.loads(file.metadata()["precgraph"])
+    about |= {"quantized": {}, "parts": {}, "weights": {}}
+    save_file({k: v for k, v in load_file(captured).items() if k in ("input_ids", node)}, one,
+              metadata={"precgraph": json.dumps(about)})  # fmt: skip
+    for sides in ((folder, "--infer", one), (one, one), (captured, one)):
+        result = run(*sides)
+        assert result.exit_code == 2, result.output
+        assert re.search(r"only 1 of \d\d values could be compared, and not the logits", result.stderr)
+    edited(captured, most, lambda tensors: tensors.pop(node))
+    for sides in ((folder, "--infer", most), (captured, most)):
+        out = tmp_path / "out.json"
+        assert run(*sides, "-o", out).exit_code == 0
+        data = report(out)
+        (few,) = data["not_proved"]
+        had = data["compared"]["values"]
+        assert few["message"] == f"a capture has {had} of the {had + 1} values; the others were not compared"
 
 
 def test_prompt_files(folder: Path, tmp_path: Path) -> None:
     good, bad, out = tmp_path / "ids.json", tmp_path / "bad.json", tmp_path / "out.json"
     good.write_text(json.dumps([5, 6, 7, 8]))
-    assert run(folder, "--prompt-file", good, "--json", out).exit_code == 0
+    assert run(folder, "--prompt-file", good, "-o", out).exit_code == 0
     assert report(out)["probe"]["tokens"] == 4
     for text in ("[1", '["a", "b"]', "[1]", "{}", f"[1, {2**70}]", "[" * 100_000):
         bad.write_text(text)
@@ -446,7 +503,7 @@ def test_the_snippet_of_the_documentation(folder: Path, tmp_path: Path, monkeypa
     snippet = snippet.replace("my-model", str(folder)).replace("[1, 52, 7, 300, 41]", str(IDS.tolist()))
     exec(snippet, {})
     out = tmp_path / "out.json"
-    assert run(folder, "--train", "bf16", "--infer", "hidden.safetensors", "--json", out).exit_code == 1
+    assert run(folder, "--train", "bf16", "--infer", "hidden.safetensors", "-o", out).exit_code == 1
     data = report(out)
     assert data["compared"]["modules"] == 2 * 11 + 3
     # o_proj is the last thing in self_attn: their outputs are one value, and o_proj's path is the longer one.

@@ -452,7 +452,7 @@ def run(*args: object) -> Any:
 
 def test_check_stacks_on_the_command_line(tmp_path: Path) -> None:
     checkpoint(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128]})
-    result = run("check", tmp_path, "--train", "te", "--infer", tmp_path, "--json", "-")
+    result = run("check", tmp_path, "--train", "te", "--infer", tmp_path, "--json")
     assert result.exit_code == 1
     data = json.loads(result.stdout)
     assert data["stacks"]["train"]["stack"] == "transformer_engine"

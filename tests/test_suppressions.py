@@ -257,7 +257,7 @@ def check(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 
     def run(*args: object) -> tuple[Result, dict[str, Any]]:
         options = [str(a) for a in args]
-        result = CliRunner().invoke(app, ["check", str(llama), "--infer", "mine.toml", "--json", "out.json", *options])
+        result = CliRunner().invoke(app, ["check", str(llama), "--infer", "mine.toml", "-o", "out.json", *options])
         return result, json.loads(Path("out.json").read_text()) if result.exit_code < 2 else {}
 
     return run

@@ -269,7 +269,7 @@ def test_the_command(masters: Path, exported: Path, tmp_path: Path) -> None:
     def run(*args: object) -> Any:
         return CliRunner().invoke(app, ["check", str(masters), "--level", "weights", *map(str, args)])
 
-    good = run("--infer", exported, "--json", "-")
+    good = run("--infer", exported, "--json")
     assert good.exit_code == 0 and json.loads(good.stdout)["ok"] is True
     bad = planted(put(DOWN, rule(source="float32")), masters, exported, tmp_path / "x")
     shown = run("--infer", bad)
@@ -335,7 +335,7 @@ def test_a_skip_list_that_says_otherwise_is_mended(masters: Path, exported: Path
     shown = run(bad, "--diff")
     assert shown.exit_code == 1 and '"mlp.down_proj"' in shown.stdout
     assert (bad / "config.json").read_text() == before
-    result = run(bad, "--fix", "--json", tmp_path / "r.json")
+    result = run(bad, "--fix", "-o", tmp_path / "r.json")
     assert result.exit_code == 0, result.output
     assert load(tmp_path / "r.json")["compared"]["tensors"] > 0
     right = json.loads((exported / "config.json").read_text())[SKIP]["modules_to_not_convert"]
@@ -346,7 +346,7 @@ def test_a_skip_list_that_says_otherwise_is_mended(masters: Path, exported: Path
         del stored[f"{UP}_scale_inv"]
 
     third = planted(plain, masters, exported, tmp_path / "z")
-    assert run(third, "--fix", "--json", tmp_path / "r.json").exit_code == 1
+    assert run(third, "--fix", "-o", tmp_path / "r.json").exit_code == 1
     assert {f["code"] for f in load(tmp_path / "r.json")["violations"]} == {"PG613 layer precision"}
     wanted = sorted([*right, UP.removesuffix(".weight")])
     assert sorted(json.loads((third / "config.json").read_text())[SKIP]["modules_to_not_convert"]) == wanted

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from precgraph.cli.console import console, guarded, progress, write_json
+from precgraph.cli.results import Json
 
 if TYPE_CHECKING:
     from precgraph.audit import Audit
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 def audit(
     log: Annotated[Path, typer.Argument(metavar="LOG.jsonl", help="A sequence a line.", show_default=False)],
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it (needs matplotlib).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Judge a log of rollout and trainer log-probabilities: how far apart, where, and by which known cause.
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from precgraph.cli.console import choose, console, finite, guarded, progress, write_json
+from precgraph.cli.console import choose, console, guarded, progress, write_result
 from precgraph.cli.model import MODEL, SIDE_HELP
-from precgraph.cli.results import Json
+from precgraph.cli.results import Json, JsonFile
+from precgraph.strict_json import finite
 
 if TYPE_CHECKING:
     from precgraph.bisect import Bisection, Part
@@ -31,7 +32,8 @@ def bisect(
     prompt_file: Annotated[
         str | None, typer.Option(metavar="FILE", help="A text, or token ids in a .json file, in their place.")
     ] = None,
-    json_to: Json = None,
+    as_json: Json = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Give parts of the rollout back to the training side one at a time, and say which owns the mismatch.
 
@@ -49,18 +51,13 @@ def bisect(
         ids = probe_tokens(model, tokens, seed, prompt_file, pair.vocabulary)
         pair.require(ids)
         result = measure(pair, ids, by, step)
-    if json_to is not None:
-        write_json(
-            {
-                "schema": SCHEMA, "model": model, "sides": {"train": train, "infer": infer}, "by": by,
-                "probe": {"tokens": len(ids), "seed": None if prompt_file else seed, "prompt_file": prompt_file},
-                "total": finite(asdict(result.total)), **finite({"explained": result.explained}),
-                "interaction": result.interaction(), "parts": [_part(p) for p in result.parts],
-            },
-            json_to,
-        )  # fmt: skip
-    if json_to != "-":
-        _print(result, train, infer)
+    data = {
+        "schema": SCHEMA, "model": model, "sides": {"train": train, "infer": infer}, "by": by,
+        "probe": {"tokens": len(ids), "seed": None if prompt_file else seed, "prompt_file": prompt_file},
+        "total": finite(asdict(result.total)), **finite({"explained": result.explained}),
+        "interaction": result.interaction(), "parts": [_part(p) for p in result.parts],
+    }  # fmt: skip
+    write_result(data, as_json, json_file, lambda _: _print(result, train, infer))
 
 
 def _part(part: Part) -> dict[str, Any]:

@@ -56,7 +56,8 @@ def check(
         str | None,
         typer.Option(metavar="FILE", help="Level numerics: write the rollout's values (.safetensors)."),
     ] = None,
-    json_to: results.Json = None,
+    as_json: results.Json = False,
+    json_file: results.JsonFile = None,
     html: results.Html = None,
     sarif: results.Sarif = None,
     junit: results.Junit = None,
@@ -80,7 +81,7 @@ def check(
         raise InputError("--infer is empty", remedy="name a preset, a recipe file, a stack or a checkpoint")
     if level == "weights" and infer == "jet_rl":
         raise InputError("--infer is required at level weights: the FP8 checkpoint's directory")
-    formats = results.Formats(json_to, html, sarif, junit, github)
+    formats = results.Formats(as_json, json_file, html, sarif, junit, github)
     output = results.Output(formats, suppressions, baseline, fix=fix, diff=diff)
     if level == "env":
         from precgraph.cli.env import check_machines
@@ -92,7 +93,10 @@ def check(
         probe = tokens, seed, prompt_file
         raise typer.Exit(check_values(model, other, train, infer, backend, probe, capture, output))
     if other is not None:
-        raise InputError(f"level {level} takes one MODEL, not {other!r} too", remedy="name the sides: --train, --infer")
+        raise InputError(
+            f"level {level} takes one MODEL, not {other!r} too",
+            remedy="name the sides with --train and --infer, and a file for the result with -o",
+        )
     if level == "weights":
         from precgraph.cli.weights import check_bytes
 

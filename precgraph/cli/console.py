@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import typer
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 P = ParamSpec("P")
+D = TypeVar("D")
 PIPED_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
 
@@ -111,18 +111,23 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=text)
 
 
-def write_json(data: Any, target: str = "-") -> None:
-    """Write JSON to a file, or to stdout for ``-``."""
+def write_json(data: Any, path: Path | None = None) -> None:
+    """Write JSON to a file, or to stdout."""
     text = json.dumps(data, indent=2, allow_nan=False) + "\n"
-    if target == "-":
+    if path is None:
         sys.stdout.write(text)
     else:
-        write_file(Path(target), text)
+        write_file(path, text)
 
 
-def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with null for NaN and infinity, which JSON has no numbers for."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+def write_result(data: D, as_json: bool, output: Path | None, show: Callable[[D], None]) -> None:
+    """Write a result as JSON to ``output`` if that is named; print it as JSON, or as ``show`` does."""
+    if output is not None:
+        write_json(data, output)
+    if as_json:
+        write_json(data)
+    else:
+        show(data)
 
 
 def write_file(path: Path, text: str) -> None:

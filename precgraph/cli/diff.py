@@ -19,7 +19,7 @@ def diff(
     b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.", show_default=False)],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, without leaving anything out.")] = False,
 ) -> None:
-    """Say what changed between two graphs (`show --format json`) or two reports (`check --json`).
+    """Say what changed between two graphs (`show --format json`) or two reports (`check -o`).
 
     Exit code 0: nothing; 1: something; 2: could not compare.
     """

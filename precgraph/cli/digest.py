@@ -8,6 +8,7 @@ import typer
 
 from precgraph.cli.console import choose, guarded, progress, write_json
 from precgraph.cli.model import MODEL, SPEC_HELP, load_recipe, trace_model
+from precgraph.cli.results import Json
 
 
 @guarded
@@ -16,7 +17,7 @@ def digest(
     recipe: Annotated[str, typer.Option("--recipe", metavar="SPEC", help=SPEC_HELP)] = "jet_rl",
     mode: Annotated[str, typer.Option(help="train or infer; the two are equal for one policy.")] = "train",
     backend: Annotated[str, typer.Option(help="Backend to lower for.")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Print the digest of the forward program: what trainer and engine compare before the first token.
 

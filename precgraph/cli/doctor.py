@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from precgraph.cli.console import console, guarded, progress, write_json
+from precgraph.cli.results import Json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,7 +28,7 @@ def doctor(
             "--exact", help="Also test the reference kernels on the CPU: no row's bits may depend on the other rows."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Say what is installed, which backends can run here and what to do about the rest.
 

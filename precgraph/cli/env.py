@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from precgraph.cli.console import console, guarded, progress, write_json
-from precgraph.cli.results import Json, Output
+from precgraph.cli.console import console, guarded, progress, write_result
+from precgraph.cli.results import Json, JsonFile, Output
 from precgraph.errors import InputError
 
 
@@ -17,7 +17,8 @@ def env(
         str | None, typer.Option(metavar="MODEL", help="Record the digests of this model's programs too.")
     ] = None,
     recipe: Annotated[str, typer.Option(metavar="SPEC", help="The recipe of these programs.")] = "jet_rl",
-    json_to: Json = None,
+    as_json: Json = False,
+    json_file: JsonFile = None,
 ) -> None:
     """Record what can change a bit on this machine: versions, cards, CPU, switches, a fixed list of variables.
 
@@ -28,10 +29,7 @@ def env(
         from precgraph.environment import record
 
         data = record(_digests(model, recipe, step) if model else None)
-    if json_to is not None:
-        write_json(data, json_to)
-    if json_to != "-":
-        _print(data)
+    write_result(data, as_json, json_file, _print)
 
 
 def _digests(model: str, spec: str, step: Any) -> dict[str, str]:

@@ -9,6 +9,7 @@ import typer
 
 from precgraph.cli.console import guarded, progress, write_json
 from precgraph.cli.model import MODEL, SPEC_HELP, load_recipe
+from precgraph.cli.results import Json
 
 
 @guarded
@@ -16,7 +17,7 @@ def export(
     model: Annotated[str, MODEL],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="A directory that does not exist yet.")],
     recipe: Annotated[str, typer.Option("--recipe", metavar="SPEC", help=SPEC_HELP)] = "jet_rl",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Write a Hugging Face block FP8 checkpoint: the codes and scales that the training forward uses, byte for byte."""
     with progress() as step:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precgraph.cli.console import console, finite, progress, settings
+from precgraph.cli.console import progress, settings
 from precgraph.cli.results import Output
 from precgraph.errors import InputError, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from torch import Tensor
 
     from precgraph.verify import Report
-    from precgraph.verify.numerics import Measured, Numerics
+    from precgraph.verify.numerics import Numerics
 
 SUFFIX = ".safetensors"
 Step = Callable[[str], None]
@@ -51,11 +49,11 @@ def check_values(
             outcome, context = _two_captures(model, other)
         else:
             outcome, context = _run(model, train, infer, backend, probe, capture, step)
+    from precgraph.report.numerics import measures
+
     context |= {"level": "numerics", "numerics": measures(outcome)}
     unit = "modules" if outcome.report.unit == "modules" else "values"
     context["compared"] = {unit: outcome.report.compared, "differing": outcome.differing, "hidden": outcome.hidden}
-    if output.formats.json_to != "-":
-        show(outcome)
     return output.conclude(outcome.report, context)
 
 
@@ -176,101 +174,3 @@ def _tokenize(text: str, model: str) -> Any:
         raise UnsupportedModelError(
             f"its tokenizer cannot be loaded: {line}", path=model, remedy="pass token ids in a .json file"
         ) from None
-
-
-# ------------------------------------------------------------------------------------------ results
-
-
-def measures(outcome: Numerics) -> dict[str, Any]:
-    """What was measured, as JSON values."""
-    return {
-        "first": _plain(outcome.first) if outcome.first else None,
-        "causes": [_plain(m) for m in outcome.causes],
-        "growth": [{"segment": name, **_numbers(delta)} for name, delta in outcome.growth],
-        "logprobs": finite(asdict(outcome.logprobs)) if outcome.logprobs else None,
-    }
-
-
-def _plain(m: Measured) -> dict[str, Any]:
-    where = {"node": m.node, "module": m.module, "op": m.op, "segment": m.segment}
-    return {**where, "delta": _numbers(m.delta), "alone": _numbers(m.alone) if m.alone else None}
-
-
-def _numbers(delta: Any) -> dict[str, Any]:
-    shares = {"share": delta.share, "bit_share": delta.bit_share}
-    return finite(asdict(delta) | shares)
-
-
-def show(outcome: Numerics) -> None:
-    """Where it begins, how it grows, and the log-probabilities."""
-    out = console()
-    first = outcome.first
-    if first is not None:
-        out.print(
-            f"first divergence: [bold]{first.module or '(model)'}[/], {first.op} ({_words(first)})", highlight=False
-        )
-    if outcome.hidden:
-        out.print(f"{outcome.hidden} nodes inside fused kernels, or not captured, have no value to compare")
-    if outcome.causes:
-        out.print(_causes(outcome.causes))
-    if outcome.differing:
-        out.print(_growth(outcome))
-    if outcome.logprobs:
-        p = outcome.logprobs
-        out.print(
-            f"log-probabilities of {p.tokens} probe tokens: {p.differing} differ, max |Δ| {p.largest:.3g}, mean |Δ| "
-            f"{p.mean:.3g}, k3 {p.k3:.3g}", highlight=False,
-        )  # fmt: skip
-
-
-def _words(m: Measured) -> str:
-    d = m.delta
-    if not d.measured:
-        return "by its hash"
-    stored = f"{d.share:.1%} of values, {d.bit_share:.2%} of bits" if d.same_storage else f"{d.share:.1%} of values"
-    return f"{stored} differ, max |Δ| {d.largest:.3g}"
-
-
-def _causes(causes: Sequence[Measured]) -> Table:
-    """What each kind of node does by itself: nodes of all layers in one row."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from precgraph.verify.report import masked
-
-    groups: dict[tuple[str, str], list[Measured]] = {}
-    for m in causes:
-        groups.setdefault((masked(m.module), m.op), []).append(m)
-    table = Table(title="Differ by themselves, on equal inputs", title_justify="left")
-    for heading in ("module", "node", "count", "values that differ", "max |Δ|", "relative"):
-        table.add_column(heading, justify="left" if heading in ("module", "node") else "right")
-    for (module, op), members in groups.items():
-        deltas = [m.alone or m.delta for m in members]
-        share = sum(d.differing for d in deltas) / max(sum(d.values for d in deltas), 1)
-        largest, relative = max(d.largest for d in deltas), max(d.relative for d in deltas)
-        numbers = [f"{share:.2%}", f"{largest:.3g}", f"{relative:.2g}"] if deltas[0].measured else ["by hash", "", ""]
-        table.add_row(escape(module or "(model)"), op, str(len(members)), *numbers)
-    return table
-
-
-def _growth(outcome: Numerics) -> Table:
-    from rich.table import Table
-
-    table = Table(title="How the difference grows", title_justify="left")
-    for heading in ("after", "values that differ", "max |Δ|", "relative"):
-        table.add_column(heading, justify="left" if heading == "after" else "right")
-    for name, delta in folded(outcome.growth):
-        table.add_row(name, f"{delta.share:.2%}", f"{delta.largest:.3g}", f"{delta.relative:.2g}")
-    return table
-
-
-def folded(growth: Sequence[tuple[str, Any]], most: int = 14) -> list[tuple[str, Any]]:
-    """Equal segments as one row; of the rest at most about ``most``: the first two, the last, and some between."""
-    equal = next((k for k, (_, delta) in enumerate(growth) if delta.differs), len(growth))
-    rows: list[tuple[str, Any]] = []
-    if equal:
-        rows.append((growth[0][0] if equal == 1 else f"{growth[0][0]} ... {growth[equal - 1][0]}", growth[0][1]))
-    rest = list(growth[equal:])
-    every = max(1, math.ceil((len(rest) - 3) / (most - 3)))
-    keep = {0, 1, len(rest) - 1, len(rest) - 2, *range(1, len(rest), every)}
-    return rows + [row for k, row in enumerate(rest) if k in keep]

@@ -13,7 +13,7 @@ from precgraph.cli.console import guarded, write_json
 
 @guarded
 def report(
-    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="What check --json wrote.", show_default=False)],
+    file: Annotated[Path, typer.Argument(metavar="FILE.json", help="What check -o wrote.", show_default=False)],
     html: results.Html = None,
     sarif: results.Sarif = None,
     junit: results.Junit = None,
@@ -23,13 +23,13 @@ def report(
     from precgraph.report import load
 
     document = load(file)
-    results.Formats(None, html, sarif, junit, github).write(document)
+    results.Formats(html=html, sarif=sarif, junit=junit, github=github).write(document)
     raise typer.Exit(document["exit_code"])
 
 
 @guarded
 def schema() -> None:
-    """Print the JSON schema of what check --json writes."""
+    """Print the JSON schema of what check --json prints and -o writes."""
     from precgraph.report import schema as read
 
     write_json(read())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from precgraph.cli.console import console, write_file, write_json
+from precgraph.cli.console import console, write_file, write_json, write_result
 from precgraph.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from precgraph.fix import Plan
     from precgraph.verify import Report
 
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write JSON to FILE, or to stdout for -.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+JsonFile = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the JSON to a file too.")]
 Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write one self-contained page.")]
 Sarif = Annotated[Path | None, typer.Option("--sarif", metavar="FILE", help="Write SARIF 2.1.0.")]
 Junit = Annotated[Path | None, typer.Option("--junit", metavar="FILE", help="Write JUnit XML.")]
@@ -32,7 +33,7 @@ Suppressions = Annotated[
     ),
 ]
 Baseline = Annotated[
-    Path | None, typer.Option("--baseline", metavar="FILE", help="An earlier --json: only what it lacks fails.")
+    Path | None, typer.Option("--baseline", metavar="FILE", help="An earlier result (-o): only what it lacks fails.")
 ]
 Fix = Annotated[
     bool,
@@ -46,37 +47,39 @@ Diff = Annotated[bool, typer.Option("--diff", help="Show what --fix would change
 
 @dataclass(frozen=True)
 class Formats:
-    """Which files to write; ``json_to`` is "-" for stdout, which then holds nothing else."""
+    """Which files to write, ``output`` being that of the JSON; with ``as_json`` stdout holds that and nothing else."""
 
-    json_to: str | None = None
+    as_json: bool = False
+    output: Path | None = None
     html: Path | None = None
     sarif: Path | None = None
     junit: Path | None = None
     github: bool = False
 
     def __post_init__(self) -> None:
-        if self.github and self.json_to == "-":
-            raise InputError("--json - and --github both want stdout", remedy="write the JSON to a file")
+        if self.github and self.as_json:
+            raise InputError("--json and --github both want stdout", remedy="write the JSON to a file: -o FILE")
 
     def write(self, document: Mapping[str, Any]) -> None:
         """Write every format; tables, and annotations after them, go to stdout."""
         from precgraph.report import github, html, junit, sarif
 
-        if self.json_to is not None:
-            write_json(document, self.json_to)
         if self.html is not None:
             write_file(self.html, html.render(document))
         if self.sarif is not None:
-            write_json(sarif.render(document), str(self.sarif))
+            write_json(sarif.render(document), self.sarif)
         if self.junit is not None:
             write_file(self.junit, junit.render(document))
-        if self.json_to != "-":
-            from precgraph.report.terminal import show
-
-            show(document, console())
+        write_result(document, self.as_json, self.output, _show)
         if self.github:
             for line in github.render(document):
                 typer.echo(line)
+
+
+def _show(document: Mapping[str, Any]) -> None:
+    from precgraph.report.terminal import show
+
+    show(document, console())
 
 
 class Output:
@@ -93,8 +96,8 @@ class Output:
     ) -> None:
         from precgraph.report import load, suppress
 
-        if diff and formats.json_to == "-":
-            raise InputError("--json - and --diff both want stdout", remedy="write the JSON to a file")
+        if diff and formats.as_json:
+            raise InputError("--json and --diff both want stdout", remedy="write the JSON to a file: -o FILE")
         self.formats, self.fix, self.diff = formats, fix, diff
         path = suppressions or suppress.find(Path())
         self.suppressions = suppress.read(path) if path else ()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from precgraph.cli.console import console, guarded, write_json
+from precgraph.cli.results import Json
 from precgraph.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def rule(
     code: Annotated[
         str, typer.Argument(metavar="CODE", help="PG103, or words of its name; all for the table.", show_default=False)
     ] = "all",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Explain a code of a report: what it means, why it matters and by how much, an example, and what to do."""
     from precgraph.verify.rules import RULES

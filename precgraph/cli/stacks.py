@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from precgraph.cli.console import console, guarded, write_json
+from precgraph.cli.results import Json
 
 if TYPE_CHECKING:
     from precgraph.stacks import Stack
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 @guarded
 def stacks(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One stack, with its sources.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """List the stacks that --train and --infer know, and the rules by which each quantises without configuration."""
     from precgraph.stacks import NOT_MODELLED, STACKS, get

@@ -47,7 +47,7 @@ def _kind(path: Path) -> str:
         return "report"
     raise InputError(
         "is neither a graph nor a report", path=str(path),
-        remedy="write one with precgraph show --format json, or check --json",
+        remedy="write one with precgraph show --format json, or check -o",
     )  # fmt: skip
 
 

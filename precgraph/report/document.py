@@ -54,7 +54,7 @@ def build(
         if baseline["level"] != level:
             raise InputError(
                 f"the baseline is of level {baseline['level']}, and this check of level {level}",
-                remedy="write one with --json at this level",
+                remedy="write one with -o at this level",
             )
         old = {f["fingerprint"]: f for f in findings_of(baseline)}
         state["known"] = [(f, mark) for f, mark in state["violation"] if mark in old]
@@ -185,7 +185,7 @@ def schema() -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a document that ``check --json`` wrote. InputError: it cannot be read, or does not fit the schema."""
+    """Read a document that ``check -o`` wrote. InputError: it cannot be read, or does not fit the schema."""
     data = strict_json.read(path)
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import best_match
@@ -196,7 +196,7 @@ def load(path: Path) -> dict[str, Any]:
         words = error.message if len(error.message) <= 120 else error.message[:117] + "..."
         raise InputError(
             f"is no report of schema {SCHEMA}: at {where}: {words}", path=str(path),
-            remedy="write one with precgraph check --json",
+            remedy="write one with precgraph check -o",
         )  # fmt: skip
     states = ("violations", "suppressed", "known", "fixed", "not_proved", "notes", "rows")
     for where, f in ((f"{key}/{i}", f) for key in states for i, f in enumerate(data[key])):

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from precgraph.report import svg
+from precgraph.report import numerics, svg
 from precgraph.report.document import rows_of, verdict
 from precgraph.report.terminal import TITLES, summary
 from precgraph.verify.rules import RULES
@@ -25,6 +25,7 @@ def render(document: Mapping[str, Any]) -> str:
             word=word,
             rest=rest,
             summary=summary(document),
+            measured=numerics.tables(document) if document["level"] == "numerics" else [],
             groups=[group for group in groups if group[2]],
             parts=[(part, svg.draw(part, svg.marks(document))) for part in document.get("parts", [])],
             fixes=_fixes(document),

@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from precgraph.report import numerics
 from precgraph.report.document import one_line, rows_of, value_lines, verdict
 
 TITLES = {
@@ -31,6 +32,8 @@ def show(document: Mapping[str, Any], out: Console) -> None:
     kernels = document["compared"].get("kernels")
     if kernels:
         out.print(_kernel_table(kernels))
+    for table in numerics.tables(document) if document["level"] == "numerics" else ():
+        out.print(_measured(table))
     for state, (title, colour) in TITLES.items():
         rows = rows_of(document, state)
         if rows:
@@ -61,6 +64,8 @@ def summary(document: Mapping[str, Any]) -> list[str]:
             f"{compared['tensors']} tensors compared, {compared['quantized']} of them in FP8; "
             f"{compared['bytes'] / 1e6:.0f} MB"
         )
+    elif document["level"] == "numerics":
+        lines += numerics.lines(document)
     return lines
 
 
@@ -86,6 +91,17 @@ def _kernel_table(kernels: Mapping[str, int]) -> Table:
     table.columns[0].overflow, table.columns[1].justify = "fold", "right"
     for name, count in kernels.items():
         table.add_row(_safe(name), str(count))
+    return table
+
+
+def _measured(measured: numerics.Table) -> Table:
+    title, headings, rows = measured
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        left = heading in ("after", "module", "node")
+        table.add_column(heading, justify="left" if left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(_safe, row))
     return table
 
 

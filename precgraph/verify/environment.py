@@ -101,7 +101,7 @@ def read(path: str | Path) -> dict[str, Any]:
     """A record from a file; InputError if it is none."""
     data = strict_json.read(Path(path))
     if not isinstance(data, dict) or data.get("kind") != KIND:
-        raise InputError("is no record of a machine", path=str(path), remedy="write one with precgraph env --json FILE")
+        raise InputError("is no record of a machine", path=str(path), remedy="write one with precgraph env -o FILE")
     if data.get("schema") != SCHEMA:
         raise InputError(
             f"is a record of schema {data.get('schema')!r}, and this version reads {SCHEMA}", path=str(path),

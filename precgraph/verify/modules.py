@@ -52,7 +52,8 @@ class ModuleComparison:
         ours, others = list(ours), set(theirs)
         self.ids = ids
         self.order = [module for module in ours if module in others]
-        self.missing = {"train": sorted(others - set(ours)), "infer": sorted(set(ours) - others)}
+        self.ours = ours
+        self.missing = sorted(others - set(ours))  # on the training side
         if not self.order:
             first = ", ".join(sorted(others)[:3])
             raise CheckError(
@@ -102,11 +103,12 @@ class ModuleComparison:
         differing = [m for m in compared if self._deltas[m].differs]
         first = self._measured(differing[0]) if differing else None
         found = (_finding("hidden state", differing[0], "", len(differing) - 1),) if differing else ()
-        absent = tuple(
-            _finding("not captured", m, "the training side has no such module") for m in self.missing["train"]
-        )
+        absent = [_finding("not captured", m, "the training side has no such module") for m in self.missing]
+        if self.order[-1] != self.ours[-1]:
+            many = f"{len(self.order)} of {len(self.ours)} modules were captured"
+            absent.append(_finding("not captured", "", f"{many}, and nothing after {self.order[-1]} was compared"))
         return Numerics(
-            Report(len(compared), found, (), unit="modules", not_proved=absent), first, (),
+            Report(len(compared), found, (), unit="modules", not_proved=tuple(absent)), first, (),
             tuple(self._growth(compared)), self._logprobs, len(differing),
         )  # fmt: skip
 

@@ -104,6 +104,7 @@ class Comparison:
         self._logits = self.infer.principal(self.infer.output)
         self._logprobs: LogProbs | None = None
         self._forced = False
+        self.lacking: set[str] = set()  # nodes whose values one side showed and the other's capture lacks
 
     def _is_value(self, name: str) -> bool:
         """Whether a node makes a value of its own: what a getitem takes out is compared with the rest of its source."""
@@ -152,12 +153,17 @@ class Comparison:
 
     # ------------------------------------------------------------------------------------ what they mean
     def result(self) -> Numerics:
-        """CheckError if no node was compared."""
+        """CheckError if no node was compared, or if none differs and the program's output was not compared."""
         if not self._deltas:
             raise CheckError("no value of the two sides could be compared", remedy="capture the same model's values")
         order = [i for i in self.infer.forward if i in self._deltas]
         causes = [i for i in order if self._is_cause(i)]
         report = self._report(order, causes)
+        if report.ok and self._logits in self.train_of and self._logits not in self._deltas:
+            raise CheckError(
+                f"only {len(order)} of {len(self.train_of)} values could be compared, and not the logits",
+                remedy="write the capture again: check --level numerics --capture",
+            )
         differing = [i for i in order if self._deltas[i].differs]
         return Numerics(
             report, self._measured(differing[0]) if differing else None, tuple(map(self._measured, causes)),
@@ -210,10 +216,17 @@ class Comparison:
             if index not in place and not finding.code.startswith("PG9"):
                 kind = self._unseen([i for i in order if seen[i] == index])
                 notes[kind].append(_note(finding, kind))
+        open_points = [*notes["not separated"], *([self._lack(len(order))] if self.lacking else [])]
         return Report(
             len(order), tuple(replace(f, inherited=inherited.get(k, 0)) for k, f in enumerate(kept)),
-            tuple(notes["no effect"]), unit="values", not_proved=tuple(notes["not separated"]),
+            tuple(notes["no effect"]), unit="values", not_proved=tuple(open_points),
         )  # fmt: skip
+
+    def _lack(self, compared: int) -> Finding:
+        """How much of the program a capture has."""
+        rule = RULES["not captured"]
+        words = f"a capture has {compared} of the {compared + len(self.lacking)} values; the others were not compared"
+        return Finding(rule.code, "", "", "program", (), (), (), words, rule.remedy)
 
     def _unseen(self, nodes: Sequence[str]) -> str:
         """Why a finding of the graphs was not seen to act at these nodes: it changes nothing, or one cannot say."""

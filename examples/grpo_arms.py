@@ -3,7 +3,9 @@
 ``grpo_arms.py run --model PATH --runs DIR --seconds 560`` converts the model once, lets one process make two steps of
 the arm ``exact`` while others compile the kernels, stops with a readable message if that fails, and then runs every arm
 and seed as a process of its own until they are done or the time is up; the same command goes on where it stopped.
+``grpo_arms.py kernels --model PATH`` compiles the kernels ahead of that, for any weights of the model's shapes.
 ``grpo_arms.py report --runs DIR -o PREFIX`` writes curves (PNG, HTML) and a table (Markdown) from what the runs left.
+Processes share compiled kernels through ``DG_JIT_CACHE_DIR`` and ``TRITON_CACHE_DIR``.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ from trainer.config import ARMS
 from trainer.errors import TrainerError
 
 CONFIG = Path(__file__).parent / "configs" / "smollm2.toml"
-SAVING = 30.0  # seconds that the last checkpoints of all runs may take
+SAVING = 40.0  # seconds that the last checkpoints of all runs may take
+SHARE = 0.9  # of the card's memory that all runs together may take
 TRAIN = [sys.executable, "-m", "trainer.cli"]
-# Counts of tokens that decoding, prefill and micro-batches of the configuration meet (precgraph.runtime.sizes).
-DECODE, TOKENS = (128, 192, 256, 384, 512), (768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+# Counts that the configuration meets (precgraph.runtime.sizes): tokens of a micro-batch, from one cell's smallest on,
+# and rows of a decoding step or of the last part of a micro-batch's logits.
+TOKENS = (128, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 # --------------------------------------------------------------------------------------------- run
@@ -42,17 +47,21 @@ def run(options: argparse.Namespace) -> int:
     if not (model / "config.json").exists():
         say("converting the model")
         convert(options.model, model)
-    common = [f"model.path={model}", *options.settings]
-    if not options.no_smoke and not smoke(common, runs, logs, options.warm):
+    count = len(options.arms) * len(options.seeds)
+    common = [f"model.path={model}", f"model.memory={SHARE / count:.3f}", *options.settings]
+    if not options.no_smoke and not smoke(common, runs, logs, options.warm, end):
         return 1
     seconds = end - SAVING - time.monotonic()
-    say(f"starting {len(options.arms) * len(options.seeds)} runs for {seconds:.0f} s")
+    say(f"starting {count} runs for {seconds:.0f} s")
+    threads = max(1, (os.cpu_count() or 1) // count)
     started = {
-        f"{arm}-{seed}": start(command(runs / f"{arm}-{seed}", arm, seed, common, seconds), logs / f"{arm}-{seed}.log")
+        f"{arm}-{seed}": start(
+            command(runs / f"{arm}-{seed}", arm, seed, common, seconds), logs / f"{arm}-{seed}.log", threads
+        )
         for seed in options.seeds for arm in options.arms
     }  # fmt: skip
     with watched(runs / "gpu.csv"):
-        codes = {name: process.wait() for name, process in started.items()}
+        codes = {name: finish(process, end) for name, process in started.items()}
     for name, code in codes.items():
         say(f"{name}: {last_line(runs / name)}" + (f"; exit code {code}, see below" if code else ""))
         if code:
@@ -76,46 +85,56 @@ def command(directory: Path, arm: str, seed: int, settings: Sequence[str], secon
     return [*TRAIN, "run", str(CONFIG), *limit, *asserts, *_sets([*own, *settings])]
 
 
-def smoke(settings: Sequence[str], runs: Path, logs: Path, helpers: int) -> bool:
-    """Two small steps of the arm exact, without a mismatch; meanwhile ``helpers`` processes compile the kernels."""
+def smoke(settings: Sequence[str], runs: Path, logs: Path, helpers: int, end: float) -> bool:
+    """Two small steps of the arm exact, without a mismatch; meanwhile ``helpers`` processes compile the kernels. What
+    those do not get done is compiled when it is met."""
     say(f"two steps of the arm exact; {helpers} processes compile kernels")
     begin = time.monotonic()
     shutil.rmtree(runs / "smoke", ignore_errors=True)
     small = ["run.steps=2", "run.eval_every=0", "rollout.groups=4", "rollout.samples=4", "eval.items=8"]
     probe = start(command(runs / "smoke", "exact", 0, [*settings, *small], 600), logs / "smoke.log")
-    warmers = [
-        start(
-            [
-                sys.executable,
-                __file__,
-                "warm",
-                "--part",
-                str(i),
-                str(helpers),
-                *_sets([*settings, f"run.dir={runs / 'warm'}"]),
-            ],
-            logs / f"warm-{i}.log",
-        )
-        for i in range(helpers)
-    ]
-    failed = probe.wait() != 0
+    warmers = warmed(settings, logs, helpers)
+    failed = finish(probe, end) != 0
     if failed:
         for process in warmers:
             process.kill()
-    codes = [process.wait() for process in warmers]
+    codes = [finish(process, end) for process in warmers]
     if failed:
         print(f"the smoke run failed:\n{tail(logs / 'smoke.log', 60)}", flush=True)
         return False
-    for i, code in enumerate(codes):
-        if code:
-            print(f"warm-{i} failed:\n{tail(logs / f'warm-{i}.log', 30)}", flush=True)
+    tell(codes, logs)
     shutil.rmtree(runs / "smoke" / "checkpoints", ignore_errors=True)
     say(f"smoke: {last_line(runs / 'smoke')}; {time.monotonic() - begin:.0f} s")
-    return not any(codes)
+    return True
+
+
+def kernels(options: argparse.Namespace) -> int:
+    """Compile the kernels of the model's shapes; returns the exit code."""
+    begin, logs = time.monotonic(), Path(options.runs) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    started = warmed([f"model.path={options.model}", *options.settings], logs, options.warm)
+    codes = [finish(process, begin + options.seconds) for process in started]
+    tell(codes, logs)
+    say(f"{options.warm} processes compiled kernels for {time.monotonic() - begin:.0f} s")
+    return int(any(codes))
+
+
+def warmed(settings: Sequence[str], logs: Path, helpers: int) -> list[subprocess.Popen[bytes]]:
+    """``helpers`` processes that compile kernels, each for a part of the sizes."""
+    own = [sys.executable, __file__, "warm", *_sets(settings)]
+    return [start([*own, "--part", str(i), str(helpers)], logs / f"warm-{i}.log") for i in range(helpers)]
+
+
+def tell(codes: Sequence[int], logs: Path) -> None:
+    """Print the end of the log of each process that failed to compile kernels."""
+    for i, code in enumerate(codes):
+        if code:
+            print(f"warm-{i} failed with exit code {code}:\n{tail(logs / f'warm-{i}.log', 30)}", flush=True)
 
 
 def warm(settings: Sequence[str], part: int, parts: int) -> None:
-    """Call both programs of the arm exact or unified at some of the sizes, so that their kernels are compiled."""
+    """Call the programs at some of the sizes, so that their kernels are compiled: the last part those of the arm
+    unified, whose rollout has kernels of its own for any size, all others those of exact."""
     import torch
 
     import precgraph
@@ -124,24 +143,32 @@ def warm(settings: Sequence[str], part: int, parts: int) -> None:
     from trainer.models import device_of, load_policy
     from trainer.precision import build_pair
 
-    arm = "unified" if part % 2 else "exact"
-    config = load(CONFIG, [*settings, f"precision.arm={arm}"])
+    unified = parts > 1 and part == parts - 1
+    config = load(CONFIG, [*settings, f"precision.arm={'unified' if unified else 'exact'}"])
     pair = build_pair(load_policy(config.model).to(device_of(config.model.device)), config)
-    device = next(pair.actor.parameters()).device
-    sizes = [*TOKENS, *DECODE][::-1][part // 2 :: -(-parts // 2)]
-    for count in sizes:
-        ids = torch.arange(count, device=device)[None] % pair.actor.config.vocab_size
-        bounds = [*range(0, count, 64), count]
-        positions = (torch.arange(count, device=device) % 64)[None]
-        with torch.no_grad():
-            hidden = pair.program.precgraph.hidden(ids, positions, PackedContext(bounds))
-            pair.program.precgraph.logits(hidden[:, : min(count, 512)])
-        if count in TOKENS:
-            scored = precgraph.token_logprobs(
-                pair.actor, ids, cu_seq_lens=torch.tensor(bounds, device=device), entropy=True
-            )
-            scored[0].sum().backward()
-            pair.actor.zero_grad()
+    device, rollout = next(pair.actor.parameters()).device, pair.program.precgraph
+    share = slice(0, None) if unified else slice(part, None, max(1, parts - 1))
+
+    def packed(count: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """Ids and positions of ``count`` tokens in sequences of 64, and their bounds."""
+        at = torch.arange(count, device=device)[None]
+        return at % pair.actor.config.vocab_size, at % 64, [*range(0, count, 64), count]
+
+    with torch.no_grad():
+        for count in [*TOKENS, *ROWS][::-1][share]:
+            ids, positions, bounds = packed(count)
+            hidden = rollout.hidden(ids, positions, PackedContext(bounds))
+            rollout.logits(hidden[:, : min(count, ROWS[-1])])
+    if unified:
+        return
+    for count, most in [*((TOKENS[0], n) for n in ROWS), *((n, ROWS[-1]) for n in TOKENS)][::-1][share]:
+        ids, _, bounds = packed(count)
+        rows = torch.tensor([i for i in range(count) if (i + 1) % 64], device=device).repeat(5)[:most]
+        scored = precgraph.token_logprobs(
+            pair.actor, ids, cu_seq_lens=torch.tensor(bounds, device=device), entropy=True, rows=rows
+        )
+        scored[0].sum().backward()
+        pair.actor.zero_grad()
 
 
 def convert(source: str, target: Path) -> None:
@@ -156,16 +183,25 @@ def convert(source: str, target: Path) -> None:
 # ----------------------------------------------------------------------------------------- helpers
 
 
-def start(arguments: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    """One process with one CPU thread, all it prints in ``log``."""
+def start(arguments: Sequence[str], log: Path, threads: int = 1) -> subprocess.Popen[bytes]:
+    """One process with so many CPU threads, all it prints in ``log``."""
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
+        **os.environ, "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
         "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"),
         "PYTHONPATH": os.pathsep.join([str(CONFIG.parents[2]), os.environ.get("PYTHONPATH", "")]),
     }  # fmt: skip
     return subprocess.Popen(
         arguments, stdin=subprocess.DEVNULL, stdout=log.open("ab"), stderr=subprocess.STDOUT, env=environment
     )
+
+
+def finish(process: subprocess.Popen[bytes], end: float) -> int:
+    """The exit code of a process; killed at ``end``, which leaves its records and its last whole checkpoint."""
+    try:
+        return process.wait(max(0.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.wait()
 
 
 @contextmanager
@@ -226,9 +262,14 @@ def main() -> None:
     one.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
     one.add_argument("--warm", type=int, default=8, help="processes that compile kernels during the smoke run")
     one.add_argument("--no-smoke", action="store_true", help="for a second part")
-    two = commands.add_parser("warm", help="compile the kernels of some sizes")
+    ahead = commands.add_parser("kernels", help="compile the kernels ahead")
+    ahead.add_argument("--model", required=True, help="a model of the same shapes; its weights do not matter")
+    ahead.add_argument("--runs", default="runs/arms", help="where the logs go")
+    ahead.add_argument("--seconds", type=float, default=300.0)
+    ahead.add_argument("--warm", type=int, default=12, help="processes")
+    two = commands.add_parser("warm", help="compile the kernels of some sizes, in this process")
     two.add_argument("--part", nargs=2, type=int, required=True, metavar=("I", "N"))
-    for sub in (one, two):
+    for sub in (one, ahead, two):
         sub.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=C")
     three = commands.add_parser("report", help="curves and a table of runs")
     three.add_argument("--runs", default="runs/arms")
@@ -243,7 +284,7 @@ def main() -> None:
         for path in write_report(Path(options.runs), options.output):
             print(path)
         return
-    raise SystemExit(run(options))
+    raise SystemExit(run(options) if options.command == "run" else kernels(options))
 
 
 if __name__ == "__main__":

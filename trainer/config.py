@@ -41,11 +41,13 @@ class RunTable:
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """``path`` is a directory, a ``.gguf`` or a hub id; ``layers`` keeps only the first layers (0: all)."""
+    """``path`` is a directory, a ``.gguf`` or a hub id; ``layers`` keeps only the first layers (0: all). ``memory`` is
+    the share of a GPU's memory that the run may take, for runs that share one."""
 
     path: str = ""
     layers: int = 0
     device: str = "auto"
+    memory: float = 1.0
     checkpointing: bool = False
 
 
@@ -354,6 +356,7 @@ def _validate(c: Config) -> None:
         "must be above 0",
         "greedy samples do not differ, so nothing can be learned",
     )
+    _require(0 < c.model.memory <= 1, "model.memory", "must be above 0 and at most 1")
     _require(0 < c.rollout.top_p <= 1, "rollout.top_p", "must be above 0 and at most 1")
     _require(c.algorithm.clip_low <= 1, "algorithm.clip_low", "must be at most 1")
     _require(c.algorithm.correction_cap >= 1, "algorithm.correction_cap", "must be at least 1")

@@ -23,7 +23,7 @@ from trainer import checkpoint, loss
 from trainer.config import Config
 from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, TrainerError
 from trainer.metrics import Alarms, Assertion, Record, Recorder
-from trainer.models import device_of, load_policy, load_tokenizer
+from trainer.models import device_of, limit_memory, load_policy, load_tokenizer
 from trainer.optim import MasterOptimizer
 from trainer.precision import build_pair
 from trainer.record import measure
@@ -48,6 +48,7 @@ class Trainer:
         self.task = task or load_task(config.task)
         torch.manual_seed(config.run.seed)
         self.device = device_of(config.model.device)
+        limit_memory(self.device, config.model.memory)
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model.path)
         model = model if model is not None else load_policy(config.model)
         self.pair = build_pair(model.to(self.device), config)

@@ -25,6 +25,12 @@ def device_of(name: str) -> torch.device:
     return device
 
 
+def limit_memory(device: torch.device, share: float) -> None:
+    """Let torch take at most ``share`` of a GPU's memory: beyond it, it gives back what it only keeps, then fails."""
+    if device.type == "cuda" and share < 1:
+        torch.cuda.set_per_process_memory_fraction(share, device.index)
+
+
 def load_policy(table: ModelTable) -> PreTrainedModel:
     """The model of ``table.path`` in bf16, cut to its first ``layers`` if that is set."""
     if not table.path:

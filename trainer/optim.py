@@ -165,6 +165,8 @@ class MasterOptimizer:
         """A zero state of the optimiser's own kind for one parameter."""
         state: dict[str, Any] = self.optimizer.state[master]
         state.update(_zero_state(master))
+        if self.optimizer.defaults.get("fused"):  # whose kernel reads the count on the device
+            state["step"] = state["step"].to(master.device)
         new = getattr(self.optimizer, "_new_buffer", None)  # torchao's, for 8-bit moments
         if new:
             state.update(exp_avg=new(master, True), exp_avg_sq=new(master, False))

@@ -182,6 +182,19 @@ def test_states_survive_bit_for_bit(masters: str, states: str) -> None:
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused update is for GPUs")
+def test_the_fused_update_goes_on_from_saved_states() -> None:
+    w = nn.Parameter(weights().detach().cuda())
+    optimizer = build(w, lr=1e-3)
+    push(optimizer, w, 1.0)
+    other = nn.Parameter(w.detach().clone())
+    restored = build(other, lr=1e-3)
+    restored.load_state_dict({k: v.cpu() for k, v in optimizer.state_dict().items()}, optimizer.steps)
+    for each, parameter in ((optimizer, w), (restored, other)):
+        push(each, parameter, 0.5)
+    assert torch.equal(w, other)
+
+
 def test_states_of_another_kind_are_refused() -> None:
     w = weights()
     optimizer = build(w)

@@ -20,7 +20,7 @@ from precgraph.lowering.program import Observe, PackKey, Program, build_program
 from precgraph.runtime.contexts import PackedContext
 from precgraph.runtime.runner import Runner, require_numerics_state
 from precgraph.runtime.store import WeightStore
-from precgraph.stacks.pair import Resolved, linear_modules, parse, resolve
+from precgraph.stacks.pair import Resolved, parse, resolve_for
 from precgraph.trace import Trace, trace
 from precgraph.verify.modules import ModuleComparison, module_outputs
 from precgraph.verify.numerics import Comparison, Numerics
@@ -61,15 +61,14 @@ def load_pair(model: str, train: str, infer: str, backend: str, env: Mapping[str
     Without ``infer`` there is the training side alone. Weights go to the GPU if there is one, unless the reference
     backend was asked for.
     """
+    named = parse(train), parse(infer or train)  # a name that is none costs no reading of weights
     step(f"reading the weights of {model}")
     loaded: Any = load_model(model)
     device = torch.device("cuda" if torch.cuda.is_available() and backend != "reference" else "cpu")
     loaded = loaded.to(device)
     step(f"tracing {type(loaded).__name__}")
     traced = trace(loaded)
-    named = parse(train), parse(infer or train)
-    layers = linear_modules(traced.graph) if any(side.stack for side in named) else ()
-    sides = resolve(*named, layers, env)
+    sides = resolve_for(traced.graph, named, env)
     graphs = {}
     for mode, side, spec in (("train", sides[0], train), ("infer", sides[1], infer)):
         if spec:

@@ -274,6 +274,13 @@ def test_a_report_read_again_and_its_page_show_what_the_check_showed(folder: Pat
                 report(out)
 
 
+@pytest.mark.parametrize("side", ["--train", "--infer"])
+def test_a_side_that_is_none_is_said_before_weights_are_read(side: str) -> None:
+    result = run("no/such/model", side, "jet-rl")
+    assert result.exit_code == 2
+    assert "no preset or stack is called 'jet-rl'" in result.stderr
+
+
 def test_a_capture_holds_what_the_program_computes(captured: Path, folder: Path) -> None:
     """The logits in the file are those of the compiled rollout; the file is plain safetensors."""
     import precgraph

@@ -213,6 +213,26 @@ def test_an_export_is_what_the_rule_makes(masters: Path, exported: Path, selecti
     assert str(report) == f"consistent: {report.compared} tensors compared, none differs"
 
 
+def test_tensors_that_only_the_masters_have_are_named(
+    masters: Path, exported: Path, selection: Selection, tmp_path: Path
+) -> None:
+    """But for what transformers does not read either, on whichever side it is stored."""
+    extra = f"{FIRST}self_attn.q_norm.weight"
+    stale = f"{FIRST}self_attn.rotary_emb.inv_freq"
+
+    def plant(stored: Tensors, ours: Tensors, config: dict[str, Any]) -> None:
+        stored |= {"model.layers.9.mtp.weight": torch.ones(1)}
+
+    ours = {**load_file(masters / "model.safetensors"), extra: torch.ones(4), stale: torch.ones(4)}
+    (tmp_path / "more").mkdir()
+    save_file(ours, tmp_path / "more" / "model.safetensors")
+    (tmp_path / "more" / "config.json").write_text((masters / "config.json").read_text())
+    ignoring = replace(selection, ignores=lambda name: "mtp" in name or selection.ignores(name))
+    report = outcome(tmp_path / "more", planted(plant, masters, exported, tmp_path / "x"), ignoring)
+    assert codes(report) == {("PG616", extra)}
+    assert report.violations[0].train == ("stored",)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_named(fault: str, masters: Path, exported: Path, selection: Selection, tmp_path: Path) -> None:
     plant, wanted = FAULTS[fault]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from precgraph.checkpoint.files import INDEX, SINGLE, Checkpoint
 from precgraph.checkpoint.fp8 import SCALE, Quantization, quantize_tiled
 from precgraph.checkpoint.layout import layout
-from precgraph.checkpoint.selection import Selection, select
+from precgraph.checkpoint.selection import Selection, ignored, select
 from precgraph.errors import InputError, NonFiniteError, RecipeError, UnsupportedModelError
 from precgraph.loading import find, load_config_model, load_model
 from precgraph.recipe import Recipe
@@ -29,7 +29,6 @@ _COPIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "*.model", "LICENSE*",
 )  # fmt: skip
-_STALE_BUFFERS = ".rotary_emb.inv_freq"  # old checkpoints hold it; it is computed
 Shard = tuple[str, list[str]]
 Step = Callable[[str], None]
 
@@ -109,11 +108,10 @@ def _from_path(model: str | Path, step: Step) -> _Source:
             "the weights are stored quantised already", path=str(model), remedy="export the masters they were made from"
         )
     built = load_config_model(model)
-    unread = [re.compile(p) for p in getattr(built, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    unread = ignored(built)
     by_shard: dict[str, list[str]] = {shard: [] for shard in checkpoint.shards}
     for name, entry in checkpoint.entries.items():
-        # What transformers does not read either, such as DeepSeek-V3's layers for several tokens at a time.
-        if not name.endswith(_STALE_BUFFERS) and not any(p.search(name) for p in unread):
+        if not unread(name):
             by_shard[entry.shard].append(name)
 
     def extras(folder: Path) -> None:

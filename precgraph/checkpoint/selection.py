@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from precgraph.recipe import Recipe
 from precgraph.trace import Trace, trace
 
 Shapes = dict[str, tuple[int, ...]]
+_STALE_BUFFERS = ".rotary_emb.inv_freq"  # old checkpoints hold it; it is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,8 @@ class Selection:
     ``format`` is that of the ``quantized`` weights; ``kept`` are the modules of the linear layers that stay in the
     model's dtype, with the reason, the head and routers among them, and ``experts`` a whole layer of them; ``dtypes``
     are the dtypes of all other parameters (buffers have the masters'); ``tied`` maps names that checkpoints leave out
-    to the names that they share a tensor with; ``parts`` says where in the model each tensor is.
+    to the names that they share a tensor with; ``parts`` says where in the model each tensor is; ``ignores`` a name of
+    which the model reads nothing.
     """
 
     format: Format
@@ -39,6 +42,7 @@ class Selection:
     shapes: Shapes
     tied: dict[str, str]
     parts: Mapping[str, Part] = field(default_factory=dict)
+    ignores: Callable[[str], bool] = lambda _: False
 
     def keeps(self, module: str) -> bool:
         """Whether the linear ``module`` stays in the model's dtype, by itself or with all experts of its layer."""
@@ -78,7 +82,15 @@ def select(model: nn.Module, recipe: Recipe, traced: Trace | None = None) -> Sel
         {n: p.shape(tuple(state[p.path].shape)) for n, p in parts.items()},
         tied,
         parts,
+        ignored(model),
     )
+
+
+def ignored(model: nn.Module) -> Callable[[str], bool]:
+    """Says of a tensor's name whether transformers passes over it on purpose, such as over DeepSeek-V3's layers for
+    several tokens at a time."""
+    unread = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    return lambda name: name.endswith(_STALE_BUFFERS) or any(p.search(name) for p in unread)
 
 
 def _choose(nodes: Iterable[fx.Node]) -> tuple[set[str], dict[str, str]]:

@@ -115,7 +115,7 @@ def _graphs(model: str, train: str, infer: str, backend: str) -> tuple[Report, d
     """The report of level graph, what its document says besides, and what could mend it."""
     with progress() as step:
         step("reading the recipes")
-        from precgraph.stacks.pair import explain, linear_modules, parse, resolve
+        from precgraph.stacks.pair import explain, linear_modules, parse, resolve_for
 
         named = parse(train), parse(infer)
         traced = trace_model(model, step)
@@ -125,8 +125,7 @@ def _graphs(model: str, train: str, infer: str, backend: str) -> tuple[Report, d
         from precgraph.report.layer import drawn_parts
 
         device = target(traced.tensors.values())
-        layers = linear_modules(traced.graph) if any(side.stack for side in named) else ()
-        sides = resolve(*named, layers, os.environ)
+        sides = resolve_for(traced.graph, named, os.environ)
         recipes = sides[0].recipe, sides[1].recipe
         step("building the training program")
         train_graph = lowered(traced, "train", recipes[0], backend, device)
@@ -151,7 +150,7 @@ def _graphs(model: str, train: str, infer: str, backend: str) -> tuple[Report, d
     def plan() -> Plan:
         from precgraph.fix import plan_graph
 
-        return plan_graph(report, sides, layers or linear_modules(traced.graph), os.environ, Path())
+        return plan_graph(report, sides, linear_modules(traced.graph), os.environ, Path())
 
     return report, context, plan
 

@@ -19,17 +19,17 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
         from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, select
         from precgraph.loading import load_config_model
         from precgraph.recipe import Recipe
-        from precgraph.stacks.pair import Side, linear_modules, parse, resolve
+        from precgraph.stacks.pair import Side, parse, resolve_for
         from precgraph.trace import trace
         from precgraph.verify.weights import check_weights, default_threads
 
-        side = parse(train)
+        named = parse(train), Side("jet_rl", Recipe.jet_rl())
         step("reading names and shapes")
         ours, theirs = Checkpoint(masters), Fp8Checkpoint(infer)
         step("asking the recipe which layers are quantised")
         model = load_config_model(masters)
         traced = trace(model)
-        recipe = resolve(side, Side("jet_rl", Recipe.jet_rl()), linear_modules(traced.graph), os.environ)[0].recipe
+        recipe = resolve_for(traced.graph, named, os.environ)[0].recipe
         selection = select(model, recipe, traced)
         report = check_weights(ours, theirs, selection, threads=default_threads(), step=step)
     context = {

@@ -79,6 +79,11 @@ def parse(spec: str) -> Side:
     return Side(spec, Recipe.load(spec) if is_file else Recipe.preset(spec))
 
 
+def resolve_for(raw: PrecisionGraph, named: tuple[Side, Side], env: Mapping[str, str]) -> tuple[Resolved, Resolved]:
+    """Both sides for a traced model."""
+    return resolve(*named, linear_modules(raw) if any(side.stack for side in named) else (), env)
+
+
 def resolve(train: Side, infer: Side, modules: Sequence[str], env: Mapping[str, str]) -> tuple[Resolved, Resolved]:
     """Both recipes for a model whose linear layers are ``modules``. A field that one stack's source does not settle is
     taken from the other side; so is, beside a recipe, every rule that no stack's recipe models."""

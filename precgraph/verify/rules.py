@@ -111,7 +111,9 @@ RULES: dict[str, Rule] = {
         "PG614 skip list", "whether modules_to_not_convert says what is stored", "name the plain layers in full"
     ),
     "missing tensor": Rule("PG615 missing tensor", "whether every tensor is stored", "export the checkpoint again"),
-    "unknown tensor": Rule("PG616 unknown tensor", "whether every stored tensor is the model's", "remove it"),
+    "unknown tensor": Rule(
+        "PG616 unknown tensor", "whether every stored tensor is the model's", "remove it, or correct the config"
+    ),
     "missing master": Rule("PG617 missing master", "whether every tensor has a master", "restore the masters"),
     "other bytes": Rule(
         "PG618 other bytes", "the bytes of a tensor that is not quantised", "export the masters that are served"

@@ -75,10 +75,16 @@ class _Check:
             (known & self.masters.entries.keys()) - self.stored.entries.keys() - self.selection.tied.keys()
         ):
             found.append(self._finding("missing tensor", name, "stored", "absent", "the rollout's checkpoint lacks it"))
+        for name in sorted(self.masters.entries.keys() - known - self.stored.entries.keys()):
+            if not self.selection.ignores(name):
+                words = "the masters hold it, and neither the model nor the rollout's checkpoint has such a tensor"
+                found.append(self._finding("unknown tensor", name, "stored", "absent", words))
         for name in self.stored:
             if name.endswith(SCALE):
                 if name in self.problems:
                     found.append(self._problem(name))
+            elif name not in known and self.selection.ignores(name):
+                continue
             elif name not in known:
                 found.append(self._finding("unknown tensor", name, "absent", "stored", "the model has no such tensor"))
             elif name not in self.masters:

@@ -26,7 +26,7 @@ from trainer.config import ARMS
 from trainer.errors import TrainerError
 
 CONFIG = Path(__file__).parent / "configs" / "smollm2.toml"
-SAVING = 40.0  # seconds that the last checkpoints of all runs may take
+SAVING = 30.0  # seconds that the last checkpoints of all runs may take
 SHARE = 0.9  # of the card's memory that all runs together may take
 TRAIN = [sys.executable, "-m", "trainer.cli"]
 # Counts that the configuration meets (precgraph.runtime.sizes): tokens of a micro-batch, from one cell's smallest on,

@@ -203,6 +203,9 @@ def test_missing_values_are_counted_and_nothing_else(tmp_path: Path) -> None:
         ('{"token_ids": [1], "rollout_logprobs": [-1]}', "lacks token_ids"),
         ('{"token_ids": [1, 2], "rollout_logprobs": [-1], "trainer_logprobs": [-1]}', "has 2 token_ids and 1"),
         ('{"token_ids": [1], "rollout_logprobs": ["x"], "trainer_logprobs": [-1]}', "not a list of numbers"),
+        ('{"token_ids": [1], "rollout_logprobs": ["1"], "trainer_logprobs": [-1]}', "not a list of numbers"),
+        ('{"token_ids": [1], "rollout_logprobs": "1", "trainer_logprobs": [-1]}', "not a list of numbers"),
+        ('{"token_ids": [1], "rollout_logprobs": [-1e999], "trainer_logprobs": [-1]}', "not a list of numbers"),
         ('{"token_ids": [1], "rollout_logprobs": [0.5], "trainer_logprobs": [-1]}', "positive log-probability"),
         ('{"token_ids": [1], "rollout_logprobs": [-1], "trainer_logprobs": [-1], "entropy": [1, 2]}', "has 2 entropy"),
     ],
@@ -211,6 +214,31 @@ def test_malformed_lines(line: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text(line + "\n")
     with pytest.raises(InputError, match=re.escape(words)):
         audit(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good"),
+    [
+        ("temperature", ["0", "0.0", "-1", '"0.7"', "true", "1e999", "[1]", "1" + "0" * 400], ["1", "0.7", "null"]),
+        ("top_p", ["0", "-0.1", "1.01", "2", '"x"', "NaN", "{}"], ["1", "0.9", "null"]),
+        ("top_k", ["-2", "1.5", '"20"'], ["-1", "0", "20"]),
+        ("min_p", ["-0.1", "1.5", "false"], ["0", "0.05", "1"]),
+        ("version", ['"v3"', "1e999"], ["3", "2.5", "null"]),
+    ],
+)
+def test_numbers_out_of_range_are_refused_with_their_line(
+    key: str, bad: list[str], good: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "log.jsonl"
+    line = '{"token_ids": [1], "rollout_logprobs": [-1], "trainer_logprobs": [-1]%s}\n'
+    for value in bad:
+        path.write_text(line % "" + line % f', "{key}": {value}')
+        result = CliRunner().invoke(app, ["audit", str(path)])
+        assert result.exit_code == 2, value
+        assert "log.jsonl:2: " in result.stderr and "internal" not in result.stderr
+    for value in good:
+        path.write_text(line % f', "{key}": {value}')
+        assert CliRunner().invoke(app, ["audit", str(path)]).exit_code == 0, value
 
 
 def test_an_empty_log_is_no_verdict(tmp_path: Path) -> None:

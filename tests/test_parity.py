@@ -280,6 +280,8 @@ def test_some_rows_alone(pair: Pair, side: str, monkeypatch: pytest.MonkeyPatch)
     for bad in (rows.int(), rows[None], torch.tensor([-1]), torch.tensor([whole.numel()])):
         with pytest.raises(precgraph.InputError, match="rows must be"):
             precgraph.token_logprobs(pair.actor, ids, mask, rows=bad)
+    with pytest.raises(precgraph.InputError, match="rows is a list"):
+        precgraph.token_logprobs(pair.actor, ids, mask, rows=[0])  # type: ignore[call-overload]
 
 
 def test_rows_that_fill_a_call_up_add_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from precgraph.errors import InputError, NonFiniteError
+from precgraph.runtime.logprobs import MIN_TEMPERATURE, require_temperature
 from precgraph.runtime.sampling import Sampled, SamplingParams, sample
 
 PROBABILITIES = (0.6, 0.3, 0.1)
@@ -154,6 +155,13 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
         assert torch.equal(alone.ids[0], together.ids[i])
         assert torch.equal(alone.logprobs[0], together.logprobs[i])
         assert torch.equal(alone.kept_mass[0], together.kept_mass[i])
+
+
+def test_what_can_be_sampled_can_be_scored() -> None:
+    require_temperature(SamplingParams(temperature=MIN_TEMPERATURE).temperature)
+    for refused in (lambda t: SamplingParams(temperature=t), require_temperature):
+        with pytest.raises(InputError, match=f"at least {MIN_TEMPERATURE}"):
+            refused(MIN_TEMPERATURE * 0.99)
 
 
 def test_logprobs_are_log_softmax_after_temperature() -> None:

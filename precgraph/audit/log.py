@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,14 @@ NAMES: dict[str, tuple[str, ...]] = {
     "temperature": ("temperature",),
     "top_p": ("top_p",), "top_k": ("top_k",), "min_p": ("min_p",), "id": ("id", "uid", "serial"),
 }  # fmt: skip
+
+# What a number must be: in words, and as a condition on finite ones.
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "temperature": ("a number above 0 (greedy tokens are scored at 1)", lambda v: v > 0),
+    "top_p": ("a number above 0 and at most 1", lambda v: 0 < v <= 1),
+    "top_k": ("a whole number (0 or -1: all)", lambda v: v >= -1 and v == int(v)),
+    "min_p": ("a number from 0 to 1", lambda v: 0 <= v <= 1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +93,14 @@ def _sequence(line: str, where: str, number: int) -> Logged:
         if value is not None and len(value) != len(rollout):
             raise InputError(f"has {len(value)} {key} for {len(rollout)} tokens", path=where, remedy="log one a token")
     mask = np.ones(len(rollout), bool) if extra["mask"] is None else extra["mask"] > 0
-    top_p, top_k, min_p = (_number(data, k) for k in ("top_p", "top_k", "min_p"))
+    numbers = {key: _number(data, key, where) for key in (*_RANGES, "version", "trainer_version")}
+    top_p, top_k, min_p = (numbers[key] for key in ("top_p", "top_k", "min_p"))
+    scored = _get(data, "scored_ids")
+    if not isinstance(scored, list | None):
+        raise InputError("trainer_token_ids is not a list", path=where, remedy="log the ids that were scored")
     return Logged(
         str(_get(data, "id") if _get(data, "id") is not None else number), ids, rollout, trainer, extra["entropy"],
-        extra["kept_mass"], mask, _get(data, "scored_ids"), _number(data, "version"), _number(data, "trainer_version"),
-        _number(data, "temperature"),
+        extra["kept_mass"], mask, scored, numbers["version"], numbers["trainer_version"], numbers["temperature"],
         (top_p or 1.0) < 1 or (top_k or 0) > 0 or (min_p or 0.0) > 0,
     )  # fmt: skip
 
@@ -98,9 +109,22 @@ def _get(data: Mapping[str, Any], key: str) -> Any:
     return next((data[name] for name in NAMES[key] if name in data), None)
 
 
-def _number(data: Mapping[str, Any], key: str) -> float | None:
+def _number(data: Mapping[str, Any], key: str, where: str) -> float | None:
+    """The number of that key, in its range; None if it is not there or null."""
     value = _get(data, key)
-    return float(value) if isinstance(value, int | float) else None
+    if value is None:
+        return None
+    words, holds = _RANGES.get(key, ("a finite number", lambda _: True))
+    if type(value) not in (int, float) or not _is_finite(value) or not holds(value):
+        raise InputError(f"{key} = {value!r} is not {words}", path=where, remedy=f"log {words}, or leave it out")
+    return float(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
 
 
 def _array(data: Mapping[str, Any], key: str, where: str) -> Array | None:
@@ -108,7 +132,7 @@ def _array(data: Mapping[str, Any], key: str, where: str) -> Array | None:
     value = _get(data, key)
     if value is None:
         return None
-    try:
-        return np.array([math.nan if v is None else float(v) for v in value], dtype=np.float64)
-    except (TypeError, ValueError):
-        raise InputError(f"{key} is not a list of numbers", path=where, remedy="log one number a token") from None
+    is_list = isinstance(value, list)
+    if not is_list or not all(isinstance(v, int | float) and _is_finite(v) for v in value if v is not None):
+        raise InputError(f"{key} is not a list of numbers", path=where, remedy="log one finite number a token, or null")
+    return np.array([math.nan if v is None else float(v) for v in value], dtype=np.float64)

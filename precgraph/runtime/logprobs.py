@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from precgraph.errors import InputError
 
-MIN_TEMPERATURE = 1e-6  # below it, logits / temperature may overflow
+MIN_TEMPERATURE = 1e-5  # logits / temperature must not overflow; vLLM takes what is below it for greedy
 
 
 @overload

@@ -93,6 +93,8 @@ def _predicting(packed: Packed, rows: Tensor | None) -> Tensor:
     if rows is None:
         return (~ends).nonzero().flatten()
     height, width = packed.shape[0], packed.shape[1] - 1
+    if not isinstance(rows, Tensor):  # whoever calls may have no type checker
+        raise InputError(f"rows is a {type(rows).__name__}", remedy="pass torch.tensor(rows), int64")
     if rows.dim() != 1 or rows.dtype != torch.int64 or not bool(((rows >= 0) & (rows < height * width)).all()):
         raise InputError(f"rows must be a vector of int64 indices into the {height} x {width} entries of the result")
     place = torch.full((height * (width + 1),), count, device=device)

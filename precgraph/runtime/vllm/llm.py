@@ -26,6 +26,7 @@ from precgraph.errors import (
 )
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
+from precgraph.runtime.logprobs import MIN_TEMPERATURE
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite
 from precgraph.runtime.vllm import ARCHITECTURE, register
 from precgraph.runtime.vllm.preserve import preserved_state
@@ -334,7 +335,7 @@ def _request(params: Any, record: str) -> Any:
         raise InputError(f"n = {params.n} is refused", remedy="repeat the prompt: the prefix cache shares its blocks")
     asked = params.clone()
     seed = asked.seed
-    if seed is None and asked.temperature >= 1e-5:
+    if seed is None and asked.temperature >= MIN_TEMPERATURE:
         seed = int(torch.randint(MAX_SEED, ()))
     asked.logprobs, asked.seed = asked.logprobs or 0, None
     asked.extra_args = {**(asked.extra_args or {}), KEY: {"seed": seed or 0, "record": record}}

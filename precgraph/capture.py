@@ -24,6 +24,7 @@ from torch import Tensor
 from precgraph.errors import InputError, PrecGraphError
 from precgraph.formats import Format, QTensor
 from precgraph.graph import PrecisionGraph
+from precgraph.strict_json import sound
 from precgraph.verify.modules import module_outputs
 from precgraph.verify.values import Fingerprint, fingerprint
 
@@ -149,7 +150,7 @@ class Capture:
         if text is None:
             return {}
         try:
-            data = json.loads(text)
+            data = sound(json.loads, text)
         except ValueError:
             data = None
         if not isinstance(data, dict) or data.get("schema") != SCHEMA:

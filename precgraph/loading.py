@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from precgraph.errors import InputError, UnsupportedModelError
+from precgraph.strict_json import sound
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_HOST = "huggingface.co"
@@ -185,7 +186,7 @@ def _json_config(source: Source) -> Any:
 
 def _read_json(source: Source) -> dict[str, Any]:
     try:
-        data = json.loads(source.config.read_text(encoding="utf-8"))
+        data = sound(json.loads, source.config.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise InputError(
             f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}",
@@ -193,6 +194,8 @@ def _read_json(source: Source) -> dict[str, Any]:
         ) from None  # fmt: skip
     except UnicodeDecodeError:
         raise InputError("is not a text file", path=str(source.config), remedy=_ACCEPTED) from None
+    except ValueError as error:
+        raise InputError(f"is not a model's config: {error}", path=str(source.config), remedy=_ACCEPTED) from None
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", path=str(source.config)) from None
     if not isinstance(data, dict):

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from precgraph.errors import RecipeError
 from precgraph.format import Format
+from precgraph.strict_json import sound
 
 E4M3 = "float8_e4m3fn"
 PRESETS = ("jet_rl", "bf16")
@@ -225,13 +226,13 @@ class Recipe:
     def load(cls, path: str | Path) -> Self:
         """Read a TOML recipe; errors are RecipeError and name the file."""
         try:
-            return cls.from_dict(tomllib.loads(Path(path).read_text()))
+            return cls.from_dict(sound(tomllib.loads, Path(path).read_text()))
         except OSError as error:
             raise RecipeError(f"recipe {path}: {error.strerror or error}") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
         except RecipeError as error:
             raise RecipeError(f"recipe {path}: {error}") from None
+        except ValueError as error:  # of TOML, of UTF-8
+            raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
 
     def skips(self, module: str) -> bool:
         """Whether a ``select.skip`` pattern names this module path."""

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from precgraph.errors import InputError
+from precgraph.strict_json import sound
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -80,7 +81,7 @@ class Checkpoint:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON table; InputError if it is none."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = sound(json.loads, path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
     except ValueError as error:  # malformed JSON or text

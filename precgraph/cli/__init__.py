@@ -17,7 +17,11 @@ from precgraph.cli.console import settings
 
 class _Group(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """``--debug`` is accepted after the command too."""
+        """``--debug`` is accepted after the command too. What is no text (bytes of another encoding) is refused: it
+        could be named in no report."""
+        for word in args:
+            if any("\ud800" <= c <= "\udfff" for c in word):
+                raise typer.BadParameter(f"a name that is not UTF-8: {word!a}")
         if "--debug" in args:
             args = ["--debug", *(a for a in args if a != "--debug")]
         return super().parse_args(ctx, args)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from precgraph.cli.console import progress, settings
 from precgraph.cli.results import Output
 from precgraph.errors import InputError, UnsupportedModelError
+from precgraph.strict_json import sound
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,8 +153,8 @@ def probe_tokens(model: str, tokens: int, seed: int, prompt_file: str | None, vo
 
 def _parse(text: str, path: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return sound(json.loads, text)
+    except ValueError as error:
         raise InputError(f"is not valid JSON: {error}", path=path) from None
 
 

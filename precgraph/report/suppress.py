@@ -25,6 +25,7 @@ from typing import Any
 
 from precgraph.errors import InputError
 from precgraph.report.families import LEVELS, families
+from precgraph.strict_json import sound
 from precgraph.verify.report import Finding
 from precgraph.verify.rules import RULES
 
@@ -127,10 +128,10 @@ def read(path: Path) -> tuple[Suppression, ...]:
 def _table(path: Path) -> Mapping[str, Any]:
     """Our part of a TOML file."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data: Mapping[str, Any] = sound(tomllib.loads, path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, of UTF-8
         raise InputError(f"is not valid TOML: {error}", path=str(path)) from None
     for name in ("tool", "precgraph") if path.name == "pyproject.toml" else ():
         data = data.get(name, {})

@@ -20,6 +20,7 @@ from precgraph.passes.rewrite import is_call
 from precgraph.recipe import PRESETS, Recipe
 from precgraph.stacks import ALIASES, NOT_MODELLED, STACKS, Built, Request, Stack, find, get
 from precgraph.stacks.keys import Keys, keys_of
+from precgraph.strict_json import sound
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, Rule
 
@@ -142,11 +143,11 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
-            data = json.loads(text)
+            data = sound(json.loads, text)
         elif file.suffix in (".yaml", ".yml"):
-            data = yaml.safe_load(text) or {}
+            data = sound(yaml.safe_load, text) or {}
         elif file.suffix == ".toml":
-            data = tomllib.loads(text)
+            data = sound(tomllib.loads, text)
         else:
             raise InputError("is no configuration file", path=str(file), remedy="pass .json, .yaml or .toml")
     except OSError as error:

@@ -1,9 +1,12 @@
-"""What the tests share: skips that say why, thread counts, and one real model."""
+"""What the tests share: skips that say why, thread counts, tiny configurations, and one real model."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +46,33 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny family: a config.json and nothing else."""
+    from tests.families import config_json
+
+    @functools.cache
+    def make(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(config_json(name)))
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Commands trace every model once for the whole file, but for those that run in a process of their own."""
+    import precgraph.cli  # noqa: F401 (registers the commands)
+    from precgraph.cli.model import trace_model
+
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(lambda model: trace_model(model, lambda _: None))
+        for command in ("check", "digest", "show"):
+            patch.setattr(sys.modules[f"precgraph.cli.{command}"], "trace_model", lambda model, _: once(model))
+        yield
 
 
 @pytest.fixture(scope="session")

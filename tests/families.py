@@ -126,6 +126,11 @@ def config(name: str, **changes: Any) -> Any:
     return make(**{**_COMMON, **own, **changes})
 
 
+def config_json(name: str, **changes: Any) -> dict[str, Any]:
+    """What the config.json of a checkpoint of it says."""
+    return {**config(name, **changes).to_dict(), "architectures": [_FAMILIES[name][1].__name__]}
+
+
 def causal_lm(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A tiny bf16 causal language model with random weights: of ``CAUSAL_LMS`` or ``MORE_LMS``."""
     model = _model(name, changes)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from precgraph.cli import app
 from precgraph.strict_json import DEEPEST, parse, sound
-from tests.families import config
+from tests.families import config_json
 from tests.reports import document
 
 HALF = "\\ud800"
@@ -41,7 +41,7 @@ BAD = [(f'"a{HALF}b"', "half of a surrogate pair"), (deep(DEEPEST), "nested too 
 @pytest.mark.parametrize(("value", "words"), BAD)
 def test_every_file_that_is_json(value: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    model = json.dumps({**config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]})
+    model = json.dumps(config_json("llama"))
     texts = {
         "report": json.dumps(document()), "graph": '{"nodes": 1, "parameters": 1}', "record": '{"a": 1}',
         "config": model, "log": '{"token_ids": [1]}',

@@ -22,7 +22,7 @@ from precgraph.checkpoint.export import _require_served
 from precgraph.cli import app
 from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.recipe import Recipe, SelectRule
-from tests.families import CAUSAL_LMS, causal_lm, config
+from tests.families import CAUSAL_LMS, causal_lm, config_json
 
 BLOCKS = Format(dtype="float8_e4m3fn", granularity="128x128")
 LINEAR = re.compile(r"(q|k|v|o|gate|up|down)_proj\.weight$")
@@ -280,9 +280,7 @@ def test_exports_that_are_refused(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(RecipeError, match="quantises no weights"):
         export(llama / "masters", Recipe.bf16(), tmp_path / "plain")
     with pytest.raises(InputError, match="has no weights here"):
-        (tmp_path / "config.json").write_text(
-            json.dumps(config("llama").to_dict() | {"architectures": ["LlamaForCausalLM"]})
-        )
+        (tmp_path / "config.json").write_text(json.dumps(config_json("llama")))
         export(tmp_path / "config.json", Recipe.jet_rl(), tmp_path / "c")
 
 

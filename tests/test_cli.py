@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,14 @@ from typer.testing import CliRunner, Result
 import precgraph
 from precgraph import PrecisionGraph, Recipe, TraceError
 from precgraph.cli import app
-from precgraph.cli.model import trace_model
 from precgraph.cli.show import _pass_names
 from precgraph.lowering import lower as lowering
 from precgraph.report import load
-from tests.families import CAUSAL_LMS, config, meta_lm
+from tests.families import CAUSAL_LMS, config_json
 from tests.test_loading import BAD_CONFIGS
 
 ROOT = Path(__file__).parents[1]
-_CLASSES = {name: type(meta_lm(name)).__name__ for name in CAUSAL_LMS}
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 
 def run(*args: object) -> Result:
@@ -53,32 +51,9 @@ def assert_error(result: Result, *parts: str) -> None:
         assert part in line
 
 
-@pytest.fixture(scope="module", autouse=True)
-def traces() -> Iterator[None]:
-    """Every model is traced once for the whole file, but for the tests that start a process."""
-    with pytest.MonkeyPatch.context() as patch:
-        once = functools.cache(lambda model: trace_model(model, lambda _: None))
-        for command in ("check", "digest", "show"):
-            patch.setattr(sys.modules[f"precgraph.cli.{command}"], "trace_model", lambda model, _: once(model))
-        yield
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny family: a config.json and nothing else."""
-
-    def make(name: str) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        data = {**config(name).to_dict(), "architectures": [_CLASSES[name]]}
-        (folder / "config.json").write_text(json.dumps(data))
-        return folder
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def llama(model: Callable[[str], Path]) -> Path:
-    return model("llama")
+def llama(config_folder: Callable[[str], Path]) -> Path:
+    return config_folder("llama")
 
 
 def recipe_file(folder: Path, **changes: Any) -> Path:
@@ -145,8 +120,8 @@ def test_the_attention_is_registered_however_precgraph_is_reached(code: str) -> 
 
 
 @pytest.mark.parametrize("name", CAUSAL_LMS)
-def test_families_are_consistent(name: str, model: Callable[[str], Path]) -> None:
-    result = run("check", model(name), "--level", "graph", "--backend", "reference")
+def test_families_are_consistent(name: str, config_folder: Callable[[str], Path]) -> None:
+    result = run("check", config_folder(name), "--level", "graph", "--backend", "reference")
     assert result.exit_code == 0, result.output
     assert "backend reference for" in result.stdout
     assert "consistent: the rollout's program is inside the training forward" in result.stdout
@@ -312,7 +287,7 @@ def test_options_that_are_not_choices(llama: Path, tmp_path: Path) -> None:
 
 
 def test_a_dropout_that_has_no_exact_rollout(tmp_path: Path) -> None:
-    data = {**config("llama").to_dict(), "architectures": ["LlamaForCausalLM"], "attention_dropout": 0.1}
+    data = config_json("llama", attention_dropout=0.1)
     (tmp_path / "config.json").write_text(json.dumps(data))
     assert_error(run("check", tmp_path), "attention_dropout = 0.1", "set it to 0")
 

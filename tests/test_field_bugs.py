@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from precgraph.cli import app
-from tests.families import config
+from tests.families import config_json
 
 LAYERS = 3
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
@@ -25,12 +25,10 @@ Row = dict[str, Any]
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models' and stacks' configurations: no weights anywhere."""
     folder = tmp_path_factory.mktemp("configs")
-    llama = config("llama", num_hidden_layers=LAYERS).to_dict()
-    # The first layer dense, and experts in the others.
-    moe = config("qwen3_moe", num_hidden_layers=LAYERS, mlp_only_layers=[0]).to_dict()
     for name, content in {
-        "llama": {**llama, "architectures": ["LlamaForCausalLM"]},
-        "moe": {**moe, "architectures": ["Qwen3MoeForCausalLM"]},
+        "llama": config_json("llama", num_hidden_layers=LAYERS),
+        # The first layer dense, and experts in the others.
+        "moe": config_json("qwen3_moe", num_hidden_layers=LAYERS, mlp_only_layers=[0]),
         "vllm_ignore": {"quantization_config": {"linear": "fp8_per_block", "ignore": ["re:.*mlp.gate"]}},
         "sglang_ignored": {"quantization_config": {**BLOCKS, "ignored_layers": ["mlp.gate"]}},
         "right": {"quantization_config": {**BLOCKS, "ignored_layers": ["model.layers.1.mlp.gate"]}},

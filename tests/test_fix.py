@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +13,12 @@ from typer.testing import CliRunner, Result
 
 from precgraph import Recipe
 from precgraph.cli import app
-from precgraph.cli.model import trace_model
 from precgraph.errors import InputError
 from precgraph.fix.environment import best, distance, environment_file, settings
 from precgraph.fix.plan import Change, Plan
 from precgraph.fix.recipe import follow
 from precgraph.fix.skips import edited, find_list, rewrite
 from precgraph.stacks import STACKS
-from tests.families import config
 
 COMMENTED = """# our recipe
 name = "mine"  # a name
@@ -41,21 +37,12 @@ edge = "bfloat16"
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def traced_once() -> Iterator[None]:
-    """The model is traced once for the whole file."""
-    with pytest.MonkeyPatch.context() as patch:
-        once = functools.cache(lambda model: trace_model(model, lambda _: None))
-        patch.setattr(sys.modules["precgraph.cli.check"], "trace_model", lambda model, _: once(model))
-        yield
+pytestmark = pytest.mark.usefixtures("traced_once")
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("llama")
-    data = {**config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(data))
-    return str(folder)
+def llama(config_folder: Callable[[str], Path]) -> str:
+    return str(config_folder("llama"))
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ from precgraph.trace import trace
 from precgraph.verify import Report, check_inclusion
 from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
-from tests.families import causal_lm, config, meta_lm
+from tests.families import causal_lm, config_json, meta_lm
 
 ROOT = Path(__file__).parents[1]
 LAYERS = 2
@@ -328,7 +328,7 @@ def test_layers_that_an_engine_fuses_are_left_out_together() -> None:
 
 
 def checkpoint(folder: Path, quantization: Any) -> None:
-    data = {**config("llama").to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": quantization}
+    data = {**config_json("llama"), "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(data))
 
 

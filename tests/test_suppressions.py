@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,14 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from precgraph.cli import app
-from precgraph.cli.model import trace_model
 from precgraph.errors import InputError
 from precgraph.report import build
 from precgraph.report.suppress import Suppression, find, judge, read
 from precgraph.verify.report import Report
 from precgraph.verify.rules import RULES
-from tests.families import config
 from tests.reports import HOSTILE, document, finding, graph_context
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 FLOOR = RULES["amax_floor"].code
 DIVIDE = RULES["divide"].code
 
@@ -229,27 +226,13 @@ def test_a_baseline_of_another_level_is_refused() -> None:
 # ----------------------------------------------------------------------------------- the command line
 
 
-@pytest.fixture(scope="module", autouse=True)
-def traced_once() -> Iterator[None]:
-    """The model is traced once for the whole file."""
-    with pytest.MonkeyPatch.context() as patch:
-        once = functools.cache(lambda model: trace_model(model, lambda _: None))
-        patch.setattr(sys.modules["precgraph.cli.check"], "trace_model", lambda model, _: once(model))
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama")
-    data = {**config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(data))
-    return folder
-
-
 @pytest.fixture
-def check(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Result, dict[str, Any]]]:
+def check(
+    config_folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Result, dict[str, Any]]]:
     """``precgraph check`` of weights with two floors, in an empty folder; the result and its document."""
     monkeypatch.chdir(tmp_path)
+    llama = str(config_folder("llama"))
     CliRunner().invoke(app, ["recipe", "jet_rl", "-o", "mine.toml"])
     text = Path("mine.toml").read_text()
     head, table, rest = text.partition("[linear.weight]")
@@ -257,7 +240,7 @@ def check(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
 
     def run(*args: object) -> tuple[Result, dict[str, Any]]:
         options = [str(a) for a in args]
-        result = CliRunner().invoke(app, ["check", str(llama), "--infer", "mine.toml", "-o", "out.json", *options])
+        result = CliRunner().invoke(app, ["check", llama, "--infer", "mine.toml", "-o", "out.json", *options])
         return result, json.loads(Path("out.json").read_text()) if result.exit_code < 2 else {}
 
     return run

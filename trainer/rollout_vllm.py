@@ -101,6 +101,8 @@ class StockVllm:
             return
         named = ((name, p.detach()) for name, p in self._actor.named_parameters())
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        if not self._seeded and self._actor.config.tie_word_embeddings:
+            self._engine.apply_model(_pack_head)
         self._engine.reset_prefix_cache()
         self._served = int(store.version)
 
@@ -170,6 +172,13 @@ def _engine_args(actor: Any, config: Config) -> dict[str, Any]:
         "enable_sleep_mode": _on_gpu(actor),
         "enforce_eager": not _on_gpu(actor),  # on a CPU vLLM would compile its model for minutes
     }  # fmt: skip
+
+
+def _pack_head(model: Any) -> None:
+    """On some CPUs vLLM multiplies by a packed copy of the head, and makes no new one of a head that is tied."""
+    head = getattr(model, "lm_head", None)
+    if head is not None:
+        head.quant_method.process_weights_after_loading(head)
 
 
 def _hf_config(actor: Any) -> Any:

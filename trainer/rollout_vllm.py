@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from precgraph.runtime.cache import PagedCache
 from precgraph.runtime.engine import CACHE_BYTES, Completion
 from precgraph.runtime.sampling import SamplingParams
@@ -165,13 +167,24 @@ def _engine_args(actor: Any, config: Config) -> dict[str, Any]:
     one = PagedCache.bytes_per_token(graph) * BLOCK_SIZE
     longest = -(-context // BLOCK_SIZE)
     blocks = table.cache_blocks or min(table.max_sequences * longest, max(longest, CACHE_BYTES // one))
+    cache = (blocks + 1) * one
     return {
         "skip_tokenizer_init": True, "max_model_len": context, "max_num_seqs": table.max_sequences,
         "max_num_batched_tokens": max(table.max_batch_tokens, table.max_sequences), "enable_prefix_caching": True,
-        "enable_chunked_prefill": True, "kv_cache_memory_bytes": (blocks + 1) * one,
+        "enable_chunked_prefill": True, "kv_cache_memory_bytes": cache,
         "enable_sleep_mode": _on_gpu(actor),
         "enforce_eager": not _on_gpu(actor),  # on a CPU vLLM would compile its model for minutes
+        **_share(actor, cache),
     }  # fmt: skip
+
+
+def _share(actor: Any, cache: int) -> dict[str, float]:
+    """What vLLM asks to be free of the GPU when it starts: its cache alone, for the trainer holds the rest."""
+    if not _on_gpu(actor):
+        return {}
+    return {
+        "gpu_memory_utilization": cache / torch.cuda.get_device_properties(actor.precgraph.store.device).total_memory
+    }
 
 
 def _pack_head(model: Any) -> None:

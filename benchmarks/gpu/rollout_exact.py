@@ -205,7 +205,7 @@ def limits(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "skip_tokenizer_init": True, "max_model_len": options.input_len + options.output_len + 16, "max_num_seqs": 256,
         "max_num_batched_tokens": 4096, "enable_prefix_caching": True, "enable_chunked_prefill": True,
-        "kv_cache_memory_bytes": 16 << 30, "gpu_memory_utilization": 0.4,
+        "kv_cache_memory_bytes": 10 << 30, "gpu_memory_utilization": 0.2,
     }  # fmt: skip
 
 

@@ -233,6 +233,27 @@ def test_tensors_that_only_the_masters_have_are_named(
     assert report.violations[0].train == ("stored",)
 
 
+@pytest.mark.parametrize("change", [0.0, 1.0])
+def test_a_tied_head_that_is_stored_is_compared_with_what_it_is_tied_to(
+    change: float, masters: Path, exported: Path, selection: Selection, tmp_path: Path
+) -> None:
+    def plant(stored: Tensors, ours: Tensors, config: dict[str, Any]) -> None:
+        stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + change
+
+    report = outcome(masters, planted(plant, masters, exported, tmp_path / "x"), selection)
+    assert codes(report) == ({("PG618", "lm_head.weight")} if change else set())
+
+
+def test_what_is_wrong_with_a_tensor_is_shown(masters: Path, exported: Path, tmp_path: Path) -> None:
+    """In words: the code's name says it already, and need not stand beside it again."""
+    plant, _ = FAULTS["damaged byte"]
+    bad = planted(plant, masters, exported, tmp_path / "x")
+    args = ["check", str(masters), "--level", "weights", "--infer", str(bad), "--html", str(tmp_path / "r.html")]
+    shown = CliRunner().invoke(app, args).stdout
+    for text in (shown, (tmp_path / "r.html").read_text()):
+        assert "1 of 61440 codes" in text
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_named(fault: str, masters: Path, exported: Path, selection: Selection, tmp_path: Path) -> None:
     plant, wanted = FAULTS[fault]

@@ -98,6 +98,18 @@ def value_lines(row: Mapping[str, Any]) -> list[str]:
     return [f"{name}: train {train} | infer {infer}" for name, train, infer in columns]
 
 
+def difference(row: Mapping[str, Any]) -> list[str]:
+    """What differs, in the words beside both values: the attributes, or the message where a stored tensor's one
+    attribute is only the code's name again."""
+    named = row["attributes"] and not row["code"].startswith("PG6")
+    return list(row["attributes"]) if named else [row["message"]]
+
+
+def kind(row: Mapping[str, Any]) -> str:
+    """The operator, and how many of them the row stands for."""
+    return f"{row['count']} × {row['op']}" if row["count"] > 1 else str(row["op"])
+
+
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
     """One word (consistent, accepted, unclean, inconsistent) and the rest of the sentence."""
     failing = [f for f in document["violations"] if f["code"] != UNUSED]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from precgraph.report.document import rows_of, value_lines, verdict
+from precgraph.report.document import kind, rows_of, value_lines, verdict
 
 _COMMANDS = {
     "violation": "error",
@@ -31,7 +31,7 @@ def render(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _message(row: Mapping[str, Any]) -> str:
-    count = f"{row['count']} nodes; " if row["count"] > 1 else ""
+    count = f"{kind(row)}: " if row["count"] > 1 else ""
     last = f"accepted: {row['reason']}" if "reason" in row else f"what to do: {row['remedy']}"
     return "\n".join([f"{count}{row['message']}", *value_lines(row), last])
 

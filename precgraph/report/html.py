@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from precgraph.report import numerics, svg
-from precgraph.report.document import rows_of, verdict
+from precgraph.report.document import difference, kind, rows_of, verdict
 from precgraph.report.terminal import TITLES, summary
 from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
@@ -22,6 +22,8 @@ def render(document: Mapping[str, Any]) -> str:
     return str(
         _template().render(
             document=document,
+            kind=kind,
+            difference=difference,
             word=word,
             rest=rest,
             summary=summary(document),

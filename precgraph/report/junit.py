@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from precgraph.report.document import rows_of, value_lines, verdict
+from precgraph.report.document import kind, rows_of, value_lines, verdict
 from precgraph.report.families import FAMILIES, families
 
 # XML 1.0 has no character for these, escaped or not.
@@ -59,7 +59,7 @@ def _case(group: str, row: Mapping[str, Any]) -> ET.Element:
 
 def _lines(row: Mapping[str, Any]) -> Sequence[str]:
     return [
-        f"{row['module'] or '(model)'}  {row['op']}, {row['count']} nodes",
+        f"{row['module'] or '(model)'}  {kind(row)}",
         *value_lines(row),
         f"what to do: {row['remedy']}",
     ]

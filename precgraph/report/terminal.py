@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from precgraph.report import numerics
-from precgraph.report.document import one_line, rows_of, value_lines, verdict
+from precgraph.report.document import difference, kind, one_line, rows_of, value_lines, verdict
 
 TITLES = {
     "violation": ("Root causes", "red"),
@@ -111,9 +111,9 @@ def _findings(title: str, rows: Sequence[Mapping[str, Any]], colour: str, width:
     headings = ("code", "where", "what differs", "training", "rollout", last)
     cells = []
     for row in rows:
-        what, train, infer = ("\n".join(map(_safe, row[key])) for key in ("attributes", "train", "infer"))
+        what, train, infer = ("\n".join(map(_safe, lines)) for lines in (difference(row), row["train"], row["infer"]))
         cells.append(
-            (_safe(row["code"]), _where(row), what or _safe(row["message"]), train, infer,
+            (_safe(row["code"]), _where(row), what, train, infer,
              _safe(row.get("reason") or row["remedy"]))
         )  # fmt: skip
     widths = _widths([headings, *cells], width)
@@ -156,9 +156,8 @@ def _blocks(title: str, rows: Sequence[Mapping[str, Any]], colour: str) -> Rende
 
 def _where(row: Mapping[str, Any]) -> str:
     """The module; the operator and how many there are; how many nodes inherit the difference."""
-    many = f", {row['count']} nodes" if row["count"] > 1 else ""
     inherited = f"\n+ {row['inherited']} nodes inherit it" if row["inherited"] else ""
-    return f"{_safe(row['module'] or '(model)')}\n{_safe(row['op'])}{many}{inherited}"
+    return f"{_safe(row['module'] or '(model)')}\n{_safe(kind(row))}{inherited}"
 
 
 def _safe(text: str) -> str:

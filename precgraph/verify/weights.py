@@ -46,7 +46,7 @@ class _Check:
 
     def run(self, threads: int, step: Step) -> Report:
         findings = [*self._global(), *self._inventory()]
-        names = [n for n in self.stored if n in self.masters and n in self.selection.shapes]
+        names = [n for n in self.stored if self._master(n) in self.masters and n in self.selection.shapes]
         if not names:
             raise CheckError(
                 "the two checkpoints have no tensor in common", path=str(self.stored.folder),
@@ -59,6 +59,10 @@ class _Check:
                 done += 1
                 step(f"{done} of {len(names)} tensors, {self.stored.entries[name].shard}")
         return Report(len(names), tuple(findings), unit="tensors")
+
+    def _master(self, name: str) -> str:
+        """The master of a stored tensor: of a tied one that only the rollout stores, the tensor that it is tied to."""
+        return name if name in self.masters else self.selection.tied.get(name, name)
 
     # ------------------------------------------------------------------------- without reading weights
     def _global(self) -> list[Finding]:
@@ -87,7 +91,7 @@ class _Check:
                 continue
             elif name not in known:
                 found.append(self._finding("unknown tensor", name, "absent", "stored", "the model has no such tensor"))
-            elif name not in self.masters:
+            elif self._master(name) not in self.masters:
                 found.append(self._finding("missing master", name, "absent", "stored", "the masters lack it"))
             found += self._skip_list(name)
         return found
@@ -111,7 +115,7 @@ class _Check:
 
     # ------------------------------------------------------------------------------------ tensor by tensor
     def _tensor(self, name: str) -> list[Finding]:
-        entry, master = self.stored.entries[name], self.masters.entries[name]
+        entry, master = self.stored.entries[name], self.masters.entries[self._master(name)]
         wanted = name in self.selection.quantized
         if entry.shape != master.shape:
             return [self._finding("shape", name, str(list(master.shape)), str(list(entry.shape)), "the shapes differ")]
@@ -131,7 +135,7 @@ class _Check:
         return self._quantized(name)
 
     def _plain(self, name: str) -> list[Finding]:
-        stored, master = self.stored.read(name), self.masters.read(name)
+        stored, master = self.stored.read(name), self.masters.read(self._master(name))
         dtype = self.selection.dtypes.get(name, master.dtype)
         if stored.dtype != dtype:
             words = [str(d).removeprefix("torch.") for d in (dtype, stored.dtype)]

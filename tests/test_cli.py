@@ -87,6 +87,17 @@ def test_help_and_what_is_only_looked_up_start_without_torch() -> None:
     assert lines[-1] == "[]"
 
 
+@pytest.mark.parametrize("option", ["-o", "--html", "--sarif", "--junit"])
+@pytest.mark.parametrize("target", ["-", ".", "no/such/folder/x"])
+def test_a_place_that_is_none_is_said_before_the_work(option: str, target: str) -> None:
+    """Not after minutes: the model, which is not there either, has not been looked for yet."""
+    result = run("check", "no/such/model", "--level", "numerics", option, target)
+    assert result.exit_code == 2
+    assert ("- is no file" if target == "-" else f"{target}: cannot be written") in result.stderr
+    if option == "-o":
+        assert run("bisect", "no/such/model", "-o", target).stderr == run("env", "-o", target).stderr == result.stderr
+
+
 def test_json_is_a_flag_and_a_file_is_named_with_o() -> None:
     commands = typer.main.get_group(app).commands
     options = {(name, opt): p for name, c in commands.items() for p in c.params for opt in p.opts}

@@ -134,7 +134,7 @@ def test_nodes_of_one_side_and_another_mode(write: Any, graph: dict[str, Any], t
 
 def test_what_cannot_be_compared_is_one_line(write: Any, graph: dict[str, Any]) -> None:
     report, half = document(), {**graph, "nodes": graph["nodes"][:-1]}
-    other = {**report, "level": "env"}
+    other = {**report, "level": "env", "compared": {"facts": 1}}
     for a, b, words in (
         (report, graph, "is a graph, and"), (report, "{", "is not valid JSON"), ([], report, "is neither a graph nor"),
         (half, graph, "the data is cut short"), ({**graph, "schema": 9}, graph, "not a precision graph of schema"),

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from precgraph import CheckError, Format
+from precgraph import CheckError, Format, InputError
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, quantize_tiled, select
 from precgraph.cli import app
 from precgraph.formats import QTensor, dequantize
@@ -242,6 +242,11 @@ def test_a_tied_head_that_is_stored_is_compared_with_what_it_is_tied_to(
 
     report = outcome(masters, planted(plant, masters, exported, tmp_path / "x"), selection)
     assert codes(report) == ({("PG618", "lm_head.weight")} if change else set())
+
+
+def test_masters_in_fp8_are_none(exported: Path, selection: Selection) -> None:
+    with pytest.raises(InputError, match="is stored in FP8, so these are no masters"):
+        outcome(exported, exported, selection)
 
 
 def test_what_is_wrong_with_a_tensor_is_shown(masters: Path, exported: Path, tmp_path: Path) -> None:

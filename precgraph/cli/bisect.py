@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from precgraph.cli.console import choose, console, guarded, progress, write_result
+from precgraph.cli.console import choose, console, guarded, progress, require_place, write_result
 from precgraph.cli.model import MODEL, SIDE_HELP
 from precgraph.cli.results import Json, JsonFile
 from precgraph.strict_json import finite
@@ -40,6 +40,7 @@ def bisect(
     With --train bf16 (the default) that is: turn it back to BF16. Exit code 0: measured; 2: could not.
     """
     choose("--by", by, BY)
+    require_place(json_file)
     with progress() as step:
         step("starting torch")
         from precgraph.bisect import bisect as measure

@@ -130,6 +130,15 @@ def write_result(data: D, as_json: bool, output: Path | None, show: Callable[[D]
         show(data)
 
 
+def require_place(*paths: Path | None) -> None:
+    """InputError for a file that cannot be written anyway: said before the work, not after it."""
+    for path in paths:
+        if path is not None and str(path) == "-":
+            raise InputError("- is no file", remedy="--json prints JSON to stdout")
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise InputError("cannot be written", path=str(path), remedy="name a file in a folder that exists")
+
+
 def write_file(path: Path, text: str) -> None:
     """Write a text file; InputError where that is impossible."""
     try:

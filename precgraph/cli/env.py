@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from precgraph.cli.console import console, guarded, progress, write_result
+from precgraph.cli.console import console, guarded, progress, require_place, write_result
 from precgraph.cli.results import Json, JsonFile, Output
 from precgraph.errors import InputError
 
@@ -24,6 +24,7 @@ def env(
 
     Compare the records of two machines with `precgraph check A.json B.json --level env`. No secrets are recorded.
     """
+    require_place(json_file)
     with progress() as step:
         step("starting torch")
         from precgraph.environment import record

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from precgraph.cli.console import console, write_file, write_json, write_result
+from precgraph.cli.console import console, require_place, write_file, write_json, write_result
 from precgraph.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Formats:
     github: bool = False
 
     def __post_init__(self) -> None:
+        require_place(self.output, self.html, self.sarif, self.junit)
         if self.github and self.as_json:
             raise InputError("--json and --github both want stdout", remedy="write the JSON to a file: -o FILE")
 

@@ -43,8 +43,10 @@ def rule(
             remedy="its report says what was measured and what to do; docs/checkpoints.md has the table of AU codes",
         )
     if found is None:
-        close = difflib.get_close_matches(wanted, [e["code"] for e in entries.values()], n=1)
-        raise InputError(f"no rule has the code {code!r}" + (f", did you mean {close[0]}?" if close else ""))
+        near = [f"{e['code']} {e['name']}" for e in entries.values() if wanted in e["name"].upper()]
+        near += difflib.get_close_matches(wanted, [e["code"] for e in entries.values()], n=1)
+        hint = f", did you mean {' or '.join(near[:3])}?" if near and wanted else ""
+        raise InputError(f"no rule has the code {code!r}{hint}", remedy="precgraph rule lists them all")
     if as_json:
         write_json({"schema": 1, **found})
         return

@@ -66,6 +66,8 @@ def summary(document: Mapping[str, Any]) -> list[str]:
         )
     elif document["level"] == "numerics":
         lines += numerics.lines(document)
+    elif document["level"] == "env":
+        lines.append(f"{compared['facts']} facts compared")
     return lines
 
 

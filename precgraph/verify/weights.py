@@ -16,7 +16,7 @@ from torch import Tensor
 
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection
 from precgraph.checkpoint.fp8 import CODES, SCALE, tiles
-from precgraph.errors import CheckError
+from precgraph.errors import CheckError, InputError
 from precgraph.formats import Format, quantize
 from precgraph.verify.explain import Explainer, Weight, as_bytes, changes
 from precgraph.verify.report import Finding, Report
@@ -45,6 +45,7 @@ class _Check:
         self.problems = {p.name: p for p in stored.problems}
 
     def run(self, threads: int, step: Step) -> Report:
+        self._require_masters()
         findings = [*self._global(), *self._inventory()]
         names = [n for n in self.stored if self._master(n) in self.masters and n in self.selection.shapes]
         if not names:
@@ -59,6 +60,15 @@ class _Check:
                 done += 1
                 step(f"{done} of {len(names)} tensors, {self.stored.entries[name].shard}")
         return Report(len(names), tuple(findings), unit="tensors")
+
+    def _require_masters(self) -> None:
+        entries = self.masters.entries
+        stored = next((n for n in sorted(self.selection.quantized) if n in entries and entries[n].dtype in CODES), None)
+        if stored is not None:
+            raise InputError(
+                f"{stored} is stored in FP8, so these are no masters", path=str(self.masters.folder),
+                remedy="name the bf16, fp16 or fp32 checkpoint that was quantised",
+            )  # fmt: skip
 
     def _master(self, name: str) -> str:
         """The master of a stored tensor: of a tied one that only the rollout stores, the tensor that it is tied to."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,15 @@ from precgraph.formats import Format, QTensor, quantize
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 ROWS, TOKENS = Format("float8_e4m3fn", "1x128"), Format("float8_e4m3fn", "128x1")
+RULES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "ue8m0": {"scale_dtype": "ue8m0"},
+    "vllm": {"scale_rule": "amax*(1/max)", "amax_floor": 1e-10},
+    "deepgemm": {"divide": "reciprocal", "amax_floor": 1e-4},
+    "e5m2": {"dtype": "float8_e5m2"},
+    "fp32": {"source": "float32"},
+    "fp16": {"source": "float16"},
+}
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

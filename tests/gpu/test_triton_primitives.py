@@ -39,6 +39,15 @@ def _apply(x, out, NAME: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
+def _convert(x, y, wide, narrow, product):
+    at = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
+    value = tl.load(x + at)
+    tl.store(wide + at, p.widen(value))
+    tl.store(narrow + at, p.narrow(tl.load(y + at)))
+    tl.store(product + at, p.times(value, p.narrow(tl.load(y + at))))
+
+
+@triton.jit
 def _divide(x, scale, out):
     at = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
     divisor = tl.load(scale + at)
@@ -83,6 +92,22 @@ def test_refined_quotient_is_ieee_division_for_every_bf16_mantissa_and_scale() -
         out = torch.empty_like(x)
         _divide[(x.numel() // 1024,)](x, scales, out, **p.EXACT)
         assert different(out, x / scales) == 0, mantissa
+
+
+def test_conversions_and_products_of_pairs_are_torchs() -> None:
+    """Every bf16 widened, every fp32 rounded to bf16, and its product with some bf16, subnormal products too."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(torch.bfloat16)
+    chunk = 1 << 26
+    for start in range(-(1 << 31), 1 << 31, chunk):
+        y = torch.arange(start, start + chunk, dtype=torch.int32, device="cuda").view(torch.float32)
+        x = every.repeat(chunk // every.numel()).roll(start // chunk)
+        wide, narrow, product = torch.empty_like(y), torch.empty_like(x), torch.empty_like(x)
+        _convert[(chunk // 1024,)](x, y, wide, narrow, product, **p.EXACT)
+        assert different(wide, x.float()) == 0
+        assert different(narrow.float(), y.bfloat16().float()) == 0, f"bits {start:#x}"
+        assert different(product.float(), (x.float() * y.bfloat16().float()).bfloat16().float()) == 0, (
+            f"bits {start:#x}"
+        )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

@@ -16,20 +16,35 @@ from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
 from precgraph.formats import Format, QTensor
-from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, pairs, require_bf16
+from precgraph.lowering.triton.gluon_tiles import (
+    CHUNK,
+    CHUNKS,
+    WARPS,
+    fetch,
+    gl,
+    gluon,
+    place,
+    put,
+    stage,
+    store_staged,
+)
+from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, require_bf16, words
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
     activation_slope,
     activation_value,
-    bf16,
     ceil_div,
+    inside_tile,
+    load_tile,
+    narrow,
     require,
     rule,
     source,
+    store_groups,
     store_rows,
-    store_tokens,
-    tile_of,
+    times,
+    widen,
 )
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -82,28 +97,15 @@ def fused_gated(
     tokens = new_tokens(shape, tokens_fmt, gate.device)[0] if tokens_fmt is not None else None
     left, right = flatten(gate), flatten(up)
     T, width = left.shape
-    tiles = ceil_div(T, height) * ceil_div(width, GROUP)
-    _gated_kernel[(tiles,)](
-        left,
-        right,
-        value,
-        rows and rows.codes,
-        rows and rows.scales,
-        pairs(tokens),
-        tokens and tokens.scales,
-        T,
-        left.stride(0),
-        right.stride(0),
-        width,
-        height,
-        activation,
-        source(rows_fmt, tokens_fmt),
-        rows_rule,
-        tokens_rule,
-        num_warps=4 if tokens is None else 8,
-        maxnreg=None if tokens is None else 128,
-        **EXACT,
-    )
+    operands = (left, right, value, rows and rows.codes, rows and rows.scales)
+    sizes = (T, left.stride(0), right.stride(0), width)
+    meaning = (activation, source(rows_fmt, tokens_fmt), rows_rule)
+    grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
+    if tokens is None:
+        _gated_kernel[grid](*operands, *sizes, height, *meaning, num_warps=4, **EXACT)
+    else:
+        outputs = (words(tokens), tokens.scales)
+        _gated_tiles[grid](*operands, *outputs, *sizes, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
     return Gated(value, rows, tokens)
 
 
@@ -137,30 +139,15 @@ def fused_gated_backward(
     tokens = new_tokens(shape, tokens_fmt, dy.device, parts=2) if tokens_fmt is not None else None
     grad, left, right = flatten(dy), flatten(gate), flatten(up)
     T, width = left.shape
-    tiles = ceil_div(T, height) * ceil_div(width, GROUP)
-    _gated_backward_kernel[(tiles,)](
-        grad,
-        left,
-        right,
-        dgate,
-        dup,
-        rows and rows[-1].codes,
-        rows and rows[-1].scales,
-        pairs(tokens[-1] if tokens is not None else None),
-        tokens and tokens[-1].scales,
-        T,
-        grad.stride(0),
-        left.stride(0),
-        right.stride(0),
-        width,
-        height,
-        activation,
-        source(rows_fmt, tokens_fmt),
-        rows_rule,
-        tokens_rule,
-        num_warps=4 if tokens is None else 8,
-        **EXACT,
-    )
+    operands = (grad, left, right, dgate, dup, rows and rows[-1].codes, rows and rows[-1].scales)
+    sizes = (T, grad.stride(0), left.stride(0), right.stride(0), width)
+    meaning = (activation, source(rows_fmt, tokens_fmt), rows_rule)
+    grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
+    if tokens is None:
+        _backward_kernel[grid](*operands, *sizes, height, *meaning, num_warps=4, **EXACT)
+    else:
+        outputs = (words(tokens[-1]), tokens[-1].scales)
+        _backward_tiles[grid](*operands, *outputs, *sizes, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
     return GatedGrads(dgate, dup, rows, tokens)
 
 
@@ -179,28 +166,101 @@ def _prepare(
 
 
 @triton.jit
-def _load(x, rows, cols, stride, inside):
-    return tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0).to(tl.float32)
+def _value(gate, up, ACTIVATION: tl.constexpr):
+    """``act(gate) * up``, of bf16 values."""
+    return times(narrow(activation_value(widen(gate), ACTIVATION)), up)
 
 
 @triton.jit
-def _inside(rows, cols, T, WIDTH: tl.constexpr):
-    return rows[:, None] < T if WIDTH % 128 == 0 else (rows[:, None] < T) & (cols[None, :] < WIDTH)
+def _grads(dy, gate, up, ACTIVATION: tl.constexpr):
+    """``(dgate, dup)``, of bf16 values."""
+    x = widen(gate)
+    into_up = times(dy, narrow(activation_value(x, ACTIVATION)))
+    return narrow(widen(times(dy, up)) * activation_slope(x, ACTIVATION)), into_up
 
 
 @triton.jit
-def _value(gate, up, value, rows, cols, T, gate_stride, up_stride, WIDTH: tl.constexpr, ACTIVATION: tl.constexpr):
-    """``act(gate) * up`` of a tile, bf16, stored if asked for."""
-    inside = _inside(rows, cols, T, WIDTH)
-    activated = activation_value(_load(gate, rows, cols, gate_stride, inside), ACTIVATION)
-    y = (bf16(activated) * _load(up, rows, cols, up_stride, inside)).to(tl.bfloat16)
-    if value is not None:
-        tl.store(value + rows[:, None].to(tl.int64) * WIDTH + cols[None, :], y, mask=inside)
-    return y
+def _keep(y, out, rows, cols, T, WIDTH: tl.constexpr):
+    """Store a tile as it is, where a buffer is given."""
+    if out is not None:
+        at = out + rows[:, None].to(tl.int64) * WIDTH + cols[None, :]
+        tl.store(at, y, mask=inside_tile(rows, cols, T, WIDTH))
+
+
+# ------------------------------------------------------------------------------------------ without tokens
 
 
 @triton.jit(do_not_specialize=["T"])
 def _gated_kernel(
+    gate,
+    up,
+    value,
+    codes,
+    scales,
+    T,
+    gate_stride,
+    up_stride,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SOURCE: tl.constexpr,
+    RULE: tl.constexpr,
+):
+    """One tile ``[ROWS, 128]``."""
+    columns: tl.constexpr = (WIDTH + 127) // 128
+    col = tl.program_id(0) % columns * 128
+    rows = tl.program_id(0) // columns * ROWS + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, 128)
+    inside = inside_tile(rows, cols, T, WIDTH)
+    left = load_tile(gate, rows, cols, gate_stride, inside)
+    right = load_tile(up, rows, cols, up_stride, inside)
+    y = _value(left, right, ACTIVATION)
+    _keep(y, value, rows, cols, T, WIDTH)
+    if RULE is not None:
+        store_rows(y.to(SOURCE), codes, scales, rows, col, T, columns * 128, RULE)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _backward_kernel(
+    dy,
+    gate,
+    up,
+    dgate,
+    dup,
+    codes,
+    scales,
+    T,
+    dy_stride,
+    gate_stride,
+    up_stride,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SOURCE: tl.constexpr,
+    RULE: tl.constexpr,
+):
+    """One tile ``[ROWS, 128]`` of both gradients; dup's part of the joint buffers starts ``columns`` blocks later."""
+    columns: tl.constexpr = (WIDTH + 127) // 128
+    col = tl.program_id(0) % columns * 128
+    rows = tl.program_id(0) // columns * ROWS + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, 128)
+    inside = inside_tile(rows, cols, T, WIDTH)
+    grad = load_tile(dy, rows, cols, dy_stride, inside)
+    left = load_tile(gate, rows, cols, gate_stride, inside)
+    right = load_tile(up, rows, cols, up_stride, inside)
+    into_gate, into_up = _grads(grad, left, right, ACTIVATION)
+    _keep(into_gate, dgate, rows, cols, T, WIDTH)
+    _keep(into_up, dup, rows, cols, T, WIDTH)
+    if RULE is not None:
+        store_rows(into_gate.to(SOURCE), codes, scales, rows, col, T, columns * 256, RULE)
+        store_rows(into_up.to(SOURCE), codes, scales, rows, columns * 128 + col, T, columns * 256, RULE)
+
+
+# ------------------------------------------------------------------------------------------ along tokens
+
+
+@gluon.jit(do_not_specialize=["T"])
+def _gated_tiles(
     gate,
     up,
     value,
@@ -211,58 +271,33 @@ def _gated_kernel(
     T,
     gate_stride,
     up_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SOURCE: tl.constexpr,
-    ROWS_RULE: tl.constexpr,
-    TOKENS_RULE: tl.constexpr,
+    WIDTH: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SOURCE: gl.constexpr,
+    ROWS_RULE: gl.constexpr,
+    TOKENS_RULE: gl.constexpr,
 ):
-    """One tile ``[ROWS, 128]``; for groups of tokens as even and odd rows."""
-    columns: tl.constexpr = (WIDTH + 127) // 128
-    EVEN: tl.constexpr = WIDTH % 128 == 0
-    if TOKENS_RULE is None:
-        line, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    else:
-        line, column = tile_of(tl.program_id(0), tl.cdiv(T, 128), columns)
-    col = column * 128
-    cols = col + tl.arange(0, 128)
-    if TOKENS_RULE is None:
-        rows = line * ROWS + tl.arange(0, ROWS)
-        y = _value(gate, up, value, rows, cols, T, gate_stride, up_stride, WIDTH, ACTIVATION)
+    """One tile ``[128, 128]`` in chunks of rows, of which the next one is on its way."""
+    columns: gl.constexpr = (WIDTH + 127) // 128
+    line, column, rows, lanes = place(T, columns)
+    cols = column * 128 + lanes
+    sources, strides = (gate, up), (gate_stride, up_stride)
+    staged = stage(SOURCE)
+    ahead = fetch((), 0, sources, strides, rows, cols, T, WIDTH)
+    for n in gl.static_range(CHUNKS):
+        ahead = fetch(ahead, n + 1, sources, strides, rows, cols, T, WIDTH)
+        y = _value(ahead[n][0], ahead[n][1], ACTIVATION)
+        at = rows + n * CHUNK
+        _keep(y, value, at, cols, T, WIDTH)
+        y = y.to(SOURCE)
+        put(y, staged, n)
         if ROWS_RULE is not None:
-            store_rows(y.to(SOURCE), rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
-    else:
-        rows = line * 128 + 2 * tl.arange(0, 64)
-        even = _value(gate, up, value, rows, cols, T, gate_stride, up_stride, WIDTH, ACTIVATION).to(SOURCE)
-        odd = _value(gate, up, value, rows + 1, cols, T, gate_stride, up_stride, WIDTH, ACTIVATION).to(SOURCE)
-        if ROWS_RULE is not None:
-            store_rows(even, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
-            store_rows(odd, rows_codes, rows_scales, rows + 1, col, T, columns * 128, ROWS_RULE)
-        store_tokens(even, odd, tokens_codes, tokens_scales, line, cols, T, WIDTH, WIDTH, TOKENS_RULE, EVEN)
+            store_groups(widen(y), rows_codes, rows_scales, at, cols, column, T, columns * 128, ROWS_RULE)
+    store_staged(staged, tokens_codes, tokens_scales, line, column * 128, T, WIDTH, WIDTH % 128 == 0, TOKENS_RULE)
 
 
-@triton.jit
-def _grads(
-    dy, gate, up, dgate, dup, rows, cols, T, dy_stride, gate_stride, up_stride,
-    WIDTH: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """``(dgate, dup)`` of a tile, bf16, stored if asked for."""
-    inside = _inside(rows, cols, T, WIDTH)
-    g = _load(dy, rows, cols, dy_stride, inside)
-    x = _load(gate, rows, cols, gate_stride, inside)
-    into_gate = bf16(g * _load(up, rows, cols, up_stride, inside)) * activation_slope(x, ACTIVATION)
-    into_gate = into_gate.to(tl.bfloat16)
-    into_up = (g * bf16(activation_value(x, ACTIVATION))).to(tl.bfloat16)
-    if dgate is not None:
-        at = rows[:, None].to(tl.int64) * WIDTH + cols[None, :]
-        tl.store(dgate + at, into_gate, mask=inside)
-        tl.store(dup + at, into_up, mask=inside)
-    return into_gate, into_up
-
-
-@triton.jit(do_not_specialize=["T"])
-def _gated_backward_kernel(
+@gluon.jit(do_not_specialize=["T"])
+def _backward_tiles(
     dy,
     gate,
     up,
@@ -276,46 +311,31 @@ def _gated_backward_kernel(
     dy_stride,
     gate_stride,
     up_stride,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SOURCE: tl.constexpr,
-    ROWS_RULE: tl.constexpr,
-    TOKENS_RULE: tl.constexpr,
+    WIDTH: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    SOURCE: gl.constexpr,
+    ROWS_RULE: gl.constexpr,
+    TOKENS_RULE: gl.constexpr,
 ):
-    """One tile ``[ROWS, 128]`` of both gradients; dup's part of the joint buffers starts ``columns`` blocks later."""
-    columns: tl.constexpr = (WIDTH + 127) // 128
-    EVEN: tl.constexpr = WIDTH % 128 == 0
-    if TOKENS_RULE is None:
-        line, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    else:
-        line, column = tile_of(tl.program_id(0), tl.cdiv(T, 128), columns)
-    col = column * 128
-    cols = col + tl.arange(0, 128)
-    to = columns * 128 + col
-    if TOKENS_RULE is None:
-        rows = line * ROWS + tl.arange(0, ROWS)
-        into_gate, into_up = _grads(
-            dy, gate, up, dgate, dup, rows, cols, T, dy_stride, gate_stride, up_stride, WIDTH, ACTIVATION
-        )
+    """:func:`_gated_tiles` of both gradients, whose widths are whole blocks."""
+    columns: gl.constexpr = WIDTH // 128
+    line, column, rows, lanes = place(T, columns)
+    cols = column * 128 + lanes
+    sources, strides = (dy, gate, up), (dy_stride, gate_stride, up_stride)
+    first, second = stage(SOURCE), stage(SOURCE)
+    ahead = fetch((), 0, sources, strides, rows, cols, T, WIDTH)
+    for n in gl.static_range(CHUNKS):
+        ahead = fetch(ahead, n + 1, sources, strides, rows, cols, T, WIDTH)
+        into_gate, into_up = _grads(ahead[n][0], ahead[n][1], ahead[n][2], ACTIVATION)
+        at = rows + n * CHUNK
+        _keep(into_gate, dgate, at, cols, T, WIDTH)
+        _keep(into_up, dup, at, cols, T, WIDTH)
+        into_gate, into_up = into_gate.to(SOURCE), into_up.to(SOURCE)
+        put(into_gate, first, n)
+        put(into_up, second, n)
         if ROWS_RULE is not None:
-            store_rows(into_gate.to(SOURCE), rows_codes, rows_scales, rows, col, T, columns * 256, ROWS_RULE)
-            store_rows(into_up.to(SOURCE), rows_codes, rows_scales, rows, to, T, columns * 256, ROWS_RULE)
-    else:
-        K: tl.constexpr = 2 * WIDTH
-        rows = line * 128 + 2 * tl.arange(0, 64)
-        gate_even, up_even = _grads(
-            dy, gate, up, dgate, dup, rows, cols, T, dy_stride, gate_stride, up_stride, WIDTH, ACTIVATION
-        )
-        gate_odd, up_odd = _grads(
-            dy, gate, up, dgate, dup, rows + 1, cols, T, dy_stride, gate_stride, up_stride, WIDTH, ACTIVATION
-        )
-        gate_even, gate_odd = gate_even.to(SOURCE), gate_odd.to(SOURCE)
-        up_even, up_odd = up_even.to(SOURCE), up_odd.to(SOURCE)
-        if ROWS_RULE is not None:
-            store_rows(gate_even, rows_codes, rows_scales, rows, col, T, columns * 256, ROWS_RULE)
-            store_rows(gate_odd, rows_codes, rows_scales, rows + 1, col, T, columns * 256, ROWS_RULE)
-            store_rows(up_even, rows_codes, rows_scales, rows, to, T, columns * 256, ROWS_RULE)
-            store_rows(up_odd, rows_codes, rows_scales, rows + 1, to, T, columns * 256, ROWS_RULE)
-        store_tokens(gate_even, gate_odd, tokens_codes, tokens_scales, line, cols, T, K, K, TOKENS_RULE, EVEN)
-        store_tokens(up_even, up_odd, tokens_codes, tokens_scales, line, WIDTH + cols, T, K, K, TOKENS_RULE, EVEN)
+            to = columns + column
+            store_groups(widen(into_gate), rows_codes, rows_scales, at, cols, column, T, 2 * WIDTH, ROWS_RULE)
+            store_groups(widen(into_up), rows_codes, rows_scales, at, WIDTH + cols, to, T, 2 * WIDTH, ROWS_RULE)
+    store_staged(first, tokens_codes, tokens_scales, line, column * 128, T, 2 * WIDTH, True, TOKENS_RULE)
+    store_staged(second, tokens_codes, tokens_scales, line, WIDTH + column * 128, T, 2 * WIDTH, True, TOKENS_RULE)

@@ -74,3 +74,8 @@ def new_tokens(shape: torch.Size, fmt: Format, device: torch.device, parts: int 
 def pairs(q: QTensor | None) -> Tensor | None:
     """The codes of a 128×1 tensor as its kernels write them: ``[K, pad(T)/2]`` int16, two tokens each."""
     return None if q is None else q.codes.t().view(torch.int16)
+
+
+def words(q: QTensor) -> Tensor:
+    """The same as ``[K, pad(T)/4]`` int32, four tokens each."""
+    return q.codes.t().view(torch.int32)

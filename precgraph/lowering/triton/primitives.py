@@ -105,6 +105,18 @@ def tile_of(tile, lines, COLUMNS: tl.constexpr):
     return band * 8 + within % height, within // height
 
 
+@triton.jit
+def inside_tile(rows, cols, T, WIDTH: tl.constexpr):
+    """What of a tile a matrix ``[T, WIDTH]`` has."""
+    return rows[:, None] < T if WIDTH % 128 == 0 else (rows[:, None] < T) & (cols[None, :] < WIDTH)
+
+
+@triton.jit
+def load_tile(x, rows, cols, stride, inside):
+    """Values of ``rows`` that are ``stride`` apart, zero outside."""
+    return tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0)
+
+
 # ------------------------------------------------------------------------------------------ quantiser
 
 
@@ -177,6 +189,17 @@ def pack_pair(first, second, RULE: tl.constexpr):
 
 
 @triton.jit
+def pack_four(a, b, c, d, RULE: tl.constexpr):
+    """Four fp32 to FP8 codes like :func:`pack_pair`, as one int32 with the first one lowest."""
+    name: tl.constexpr = "e5m2x2" if RULE[6] else "e4m3x2"
+    cast: tl.constexpr = "cvt.rn.satfinite." + name + ".f32 "
+    asm: tl.constexpr = (
+        "{ .reg .b16 lo, hi; " + cast + "lo, $2, $1; " + cast + "hi, $4, $3; mov.b32 $0, {lo, hi}; }"
+    )  # fmt: skip
+    return tl.inline_asm_elementwise(asm, "=r,f,f,f,f", [a, b, c, d], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def quantise_rows(x, axis: tl.constexpr, RULE: tl.constexpr, dtype: tl.constexpr):
     """``(codes, scales)`` of ``x``, in its source dtype, in groups that span ``axis``. The cast saturates."""
     wide = x.to(tl.float32)
@@ -207,12 +230,17 @@ def store_rows(x, codes, scales, rows, col, T, stride, RULE: tl.constexpr):
 
     ``codes [T, stride]``, ``scales [stride/128, T up to 4]``.
     """
+    store_groups(x, codes, scales, rows, col + tl.arange(0, 128), col // 128, T, stride, RULE)
+
+
+@triton.jit
+def store_groups(x, codes, scales, rows, cols, group, T, stride, RULE: tl.constexpr):
+    """:func:`store_rows`, of the 128 columns ``cols``, in whatever layout they are, that are group ``group``."""
     quantised, scale = quantise_rows(x, 1, RULE, codes.dtype.element_ty)
-    cols = col + tl.arange(0, 128)
     inside = rows < T
     tl.store(codes + rows[:, None].to(tl.int64) * stride + cols[None, :], quantised, mask=inside[:, None])
     aligned = ((T + 3) // 4) * 4
-    tl.store(scales + (col // 128).to(tl.int64) * aligned + rows, scale, mask=inside)
+    tl.store(scales + group.to(tl.int64) * aligned + rows, scale, mask=inside)
 
 
 @triton.jit
@@ -261,6 +289,29 @@ def halving_sum(x):
 def bf16(x):
     """fp32 rounded to bf16 and widened again: a cast point."""
     return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def widen(x):
+    """To fp32; of bf16 two values an operation pair, where a conversion would first move each into its register."""
+    if x.dtype == tl.bfloat16:
+        asm: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return tl.inline_asm_elementwise(asm, "=r,=r,r", [x], tl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x):
+    """fp32 rounded to bf16, two at once."""
+    asm: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+    return tl.inline_asm_elementwise(asm, "=r,r,r", [x], tl.bfloat16, is_pure=True, pack=2)
+
+
+@triton.jit
+def times(x, y):
+    """The bf16 product of bf16 values, two at once: the bits of a product in fp32 that is rounded."""
+    return tl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], tl.bfloat16, is_pure=True, pack=2)
 
 
 @triton.jit

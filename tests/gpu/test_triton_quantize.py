@@ -11,20 +11,11 @@ pytest.importorskip("triton")
 from precgraph.errors import LoweringError
 from precgraph.formats import Format, quantize
 from precgraph.lowering.triton import quantize as q
-from tests.gpu.same import ROWS, TOKENS, assert_quantized, awkward, same_bits
+from tests.gpu.same import ROWS, RULES, TOKENS, assert_quantized, awkward, same_bits
 
 pytestmark = pytest.mark.gpu
 
 COUNTS = (1, 2, 7, 64, 127, 128, 129, 1000)
-RULES = {
-    "default": {},
-    "ue8m0": {"scale_dtype": "ue8m0"},
-    "vllm": {"scale_rule": "amax*(1/max)", "amax_floor": 1e-10},
-    "deepgemm": {"divide": "reciprocal", "amax_floor": 1e-4},
-    "e5m2": {"dtype": "float8_e5m2"},
-    "fp32": {"source": "float32"},
-    "fp16": {"source": "float16"},
-}
 
 
 @pytest.mark.parametrize("width", [128, 576, 4096])
@@ -39,13 +30,16 @@ def test_every_count_of_rows(width: int) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_every_rule(rule: str, dtype: torch.dtype) -> None:
-    x = awkward(300, 300, dtype=dtype)
     rows_fmt, tokens_fmt = replace(ROWS, **RULES[rule]), replace(TOKENS, **RULES[rule])
-    rows, tokens = q.quantize_both(x, rows_fmt, tokens_fmt)
-    assert_quantized(rows, x, rows_fmt)
-    assert_quantized(tokens, x, tokens_fmt)
+    for width in (300, 384):
+        x = awkward(300, width, dtype=dtype)
+        rows, tokens = q.quantize_both(x, rows_fmt, tokens_fmt)
+        assert_quantized(rows, x, rows_fmt)
+        assert_quantized(tokens, x, tokens_fmt)
+        assert_quantized(q.quantize_rows(x, rows_fmt), x, rows_fmt)
+        assert_quantized(q.quantize_tokens(x, tokens_fmt), x, tokens_fmt)
 
 
 def test_large() -> None:
@@ -58,7 +52,8 @@ def test_large() -> None:
 
 def test_strided_and_batched_inputs() -> None:
     wide = awkward(1, 200, 1024)
-    for x in (wide[..., 256:512], wide[..., ::2], wide.transpose(1, 2), wide.reshape(2, 100, 1024)):
+    views = (wide[..., 256:512], wide[..., 3:515], wide[..., ::2], wide.transpose(1, 2), wide.reshape(2, 100, 1024))
+    for x in views:
         rows, tokens = q.quantize_both(x, ROWS, TOKENS)
         assert_quantized(rows, x, ROWS)
         assert_quantized(tokens, x, TOKENS)

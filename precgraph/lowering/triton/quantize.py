@@ -14,11 +14,25 @@ from torch import Tensor
 
 from precgraph.errors import InputError
 from precgraph.formats import Format, QTensor
-from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, pairs
+from precgraph.lowering.triton.gluon_tiles import (
+    CHUNK,
+    CHUNKS,
+    WARPS,
+    fetch,
+    gl,
+    gluon,
+    place,
+    put,
+    stage,
+    store_staged,
+)
+from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, words
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
     ceil_div,
+    inside_tile,
+    load_tile,
     magnitude,
     pack_pair,
     ratio,
@@ -26,13 +40,15 @@ from precgraph.lowering.triton.primitives import (
     rule,
     scale_of,
     source,
+    store_groups,
     store_rows,
-    store_tokens,
     tile_of,
+    widen,
 )
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _ROWS = 32  # of a tile that is only quantised along rows
+_AHEAD = tl.constexpr(2)  # chunks of a tile that are on their way while one is quantised
 
 
 def quantize_rows(x: Tensor, fmt: Format) -> QTensor:
@@ -66,29 +82,40 @@ def _quantize(x: Tensor, rows_fmt: Format | None, tokens_fmt: Format | None) -> 
     rows = new_rows(x.shape, rows_fmt, x.device)[0] if rows_fmt is not None else None
     tokens = new_tokens(x.shape, tokens_fmt, x.device)[0] if tokens_fmt is not None else None
     height = GROUP if tokens is not None else _ROWS
-    tiles = ceil_div(T, height) * ceil_div(K, GROUP)
-    _quantize_kernel[(tiles,)](
-        flat,
-        rows and rows.codes,
-        rows and rows.scales,
-        pairs(tokens),
-        tokens and tokens.scales,
-        T,
-        flat.stride(0),
-        K,
-        height,
-        source(rows_fmt, tokens_fmt),
-        rows_rule,
-        tokens_rule,
-        num_warps=4 if tokens is None else 8,
-        maxnreg=None if tokens is None else 128,
-        **EXACT,
-    )
+    grid = (ceil_div(T, height) * ceil_div(K, GROUP),)
+    operands = (flat, rows and rows.codes, rows and rows.scales)
+    meaning = (T, flat.stride(0), K, source(rows_fmt, tokens_fmt), rows_rule)
+    if tokens is None:
+        _rows_kernel[grid](*operands, *meaning, height, num_warps=4, **EXACT)
+    else:
+        outputs = (words(tokens), tokens.scales)
+        _tiles_kernel[grid](*operands, *outputs, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
     return rows, tokens
 
 
 @triton.jit(do_not_specialize=["T"])
-def _quantize_kernel(
+def _rows_kernel(
+    x,
+    codes,
+    scales,
+    T,
+    stride,
+    K: tl.constexpr,
+    SOURCE: tl.constexpr,
+    RULE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One tile ``[ROWS, 128]``."""
+    columns: tl.constexpr = (K + 127) // 128
+    col = tl.program_id(0) % columns * 128
+    rows = tl.program_id(0) // columns * ROWS + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, 128)
+    value = load_tile(x, rows, cols, stride, inside_tile(rows, cols, T, K)).to(SOURCE)
+    store_rows(value, codes, scales, rows, col, T, columns * 128, RULE)
+
+
+@gluon.jit(do_not_specialize=["T"])
+def _tiles_kernel(
     x,
     rows_codes,
     rows_scales,
@@ -96,42 +123,27 @@ def _quantize_kernel(
     tokens_scales,
     T,
     stride,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    SOURCE: tl.constexpr,
-    ROWS_RULE: tl.constexpr,
-    TOKENS_RULE: tl.constexpr,
+    K: gl.constexpr,
+    SOURCE: gl.constexpr,
+    ROWS_RULE: gl.constexpr,
+    TOKENS_RULE: gl.constexpr,
 ):
-    """One tile ``[ROWS, 128]``: read once, written in each layout that is asked for."""
-    columns: tl.constexpr = (K + 127) // 128
-    EVEN: tl.constexpr = K % 128 == 0
-    if TOKENS_RULE is None:
-        line, column = tl.program_id(0) // columns, tl.program_id(0) % columns
-    else:
-        line, column = tile_of(tl.program_id(0), tl.cdiv(T, 128), columns)
-    col = column * 128
-    cols = col + tl.arange(0, 128)
-    if TOKENS_RULE is None:
-        rows = line * ROWS + tl.arange(0, ROWS)
-        value = _load(x, rows, cols, T, stride, K, EVEN, SOURCE)
-        store_rows(value, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
-    else:
-        rows = line * 128 + 2 * tl.arange(0, 64)
-        even = _load(x, rows, cols, T, stride, K, EVEN, SOURCE)
-        odd = _load(x, rows + 1, cols, T, stride, K, EVEN, SOURCE)
+    """One tile ``[128, 128]``: read once, in chunks of rows, written in each layout that is asked for."""
+    columns: gl.constexpr = (K + 127) // 128
+    line, column, rows, lanes = place(T, columns)
+    cols = column * 128 + lanes
+    staged = stage(SOURCE)
+    ahead = ()
+    for n in gl.static_range(_AHEAD):
+        ahead = fetch(ahead, n, (x,), (stride,), rows, cols, T, K)
+    for n in gl.static_range(CHUNKS):
+        ahead = fetch(ahead, n + _AHEAD, (x,), (stride,), rows, cols, T, K)
+        y = ahead[n][0].to(SOURCE)
+        put(y, staged, n)
         if ROWS_RULE is not None:
-            store_rows(even, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
-            store_rows(odd, rows_codes, rows_scales, rows + 1, col, T, columns * 128, ROWS_RULE)
-        store_tokens(even, odd, tokens_codes, tokens_scales, line, cols, T, K, K, TOKENS_RULE, EVEN)
-
-
-@triton.jit
-def _load(x, rows, cols, T, stride, K: tl.constexpr, EVEN: tl.constexpr, SOURCE: tl.constexpr):
-    """A tile in its source dtype, zero outside."""
-    inside = rows[:, None] < T
-    if not EVEN:
-        inside = inside & (cols[None, :] < K)
-    return tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0).to(SOURCE)
+            at = rows + n * CHUNK
+            store_groups(widen(y), rows_codes, rows_scales, at, cols, column, T, columns * 128, ROWS_RULE)
+    store_staged(staged, tokens_codes, tokens_scales, line, column * 128, T, K, K % 128 == 0, TOKENS_RULE)
 
 
 # -------------------------------------------------------------------------------------------- weights
@@ -201,12 +213,11 @@ def _weight_kernel(
 ):
     """One block: amax of 128×128 values, its codes and its transposed codes."""
     columns: tl.constexpr = (K + 127) // 128
-    EVEN: tl.constexpr = K % 128 == 0
     line, column = tile_of(tl.program_id(0), (N + 127) // 128, columns)
     rows = line * 128 + 2 * tl.arange(0, 64)
     cols = column * 128 + tl.arange(0, 128)
-    even = _load(x, rows, cols, N, stride, K, EVEN, SOURCE).to(tl.float32)
-    odd = _load(x, rows + 1, cols, N, stride, K, EVEN, SOURCE).to(tl.float32)
+    even = load_tile(x, rows, cols, stride, inside_tile(rows, cols, N, K)).to(SOURCE).to(tl.float32)
+    odd = load_tile(x, rows + 1, cols, stride, inside_tile(rows + 1, cols, N, K)).to(SOURCE).to(tl.float32)
     amax = tl.max(tl.max(tl.maximum(magnitude(even), magnitude(odd)), 1), 0)
     scale, inverse = scale_of(amax, RULE)
     even = ratio(even, scale, inverse, RULE)

@@ -98,6 +98,17 @@ def test_a_place_that_is_none_is_said_before_the_work(option: str, target: str) 
         assert run("bisect", "no/such/model", "-o", target).stderr == run("env", "-o", target).stderr == result.stderr
 
 
+def test_libraries_say_nothing(tmp_path: Path) -> None:
+    """transformers warns of special tokens outside the vocabulary when it is first imported and reads the config."""
+    data = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 97, "n_layer": 1}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    done = process("check", tmp_path)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert "bos_token_id" in process("check", tmp_path, "--debug").stderr
+
+
 def test_json_is_a_flag_and_a_file_is_named_with_o() -> None:
     commands = typer.main.get_group(app).commands
     options = {(name, opt): p for name, c in commands.items() for p in c.params for opt in p.opts}

@@ -456,10 +456,12 @@ def test_a_missing_module_is_said(folder: Path, tmp_path: Path) -> None:
     taken = hooked(causal_lm("llama").eval(), IDS, ("model.embed_tokens",))
     path, out = tmp_path / "x.safetensors", tmp_path / "out.json"
     save_file({**taken, "model.layers.0.self_attn.qkv_proj": torch.zeros(20, 384)}, path)
-    assert run(folder, "--train", "bf16", "--infer", path, "-o", out).exit_code == 0
+    shown = run(folder, "--train", "bf16", "--infer", path, "-o", out)
+    assert shown.exit_code == 0, shown.output
     absent, few = report(out)["not_proved"]
     assert (absent["code"][:5], absent["module"]) == ("PG910", "model.layers.0.self_attn.qkv_proj")
     assert (few["code"][:5], few["module"]) == ("PG910", "")
+    assert "consistent: 1 module compared, and none differs, but for 2 points" in shown.stdout
     assert few["message"] == "1 of 30 modules were captured, and nothing after model.embed_tokens was compared"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 D = TypeVar("D")
+_VERBOSITY = "TRANSFORMERS_VERBOSITY"
 PIPED_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
 
@@ -79,11 +81,15 @@ def _quiet() -> Iterator[None]:
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)
+    wanted = os.environ.get(_VERBOSITY)
+    os.environ.setdefault(_VERBOSITY, "error")  # transformers sets its own level when it is first imported
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
+        if wanted is None:
+            os.environ.pop(_VERBOSITY, None)
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
 

@@ -110,6 +110,14 @@ def kind(row: Mapping[str, Any]) -> str:
     return f"{row['count']} × {row['op']}" if row["count"] > 1 else str(row["op"])
 
 
+def how_many(compared: Mapping[str, Any]) -> str:
+    """What was compared, in the unit that the level counts: "62 values", "1 module"."""
+    for unit in ("values", "modules", "facts"):
+        if unit in compared:
+            return f"{compared[unit]} {unit[:-1] if compared[unit] == 1 else unit}"
+    return "all that was"
+
+
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
     """One word (consistent, accepted, unclean, inconsistent) and the rest of the sentence."""
     failing = [f for f in document["violations"] if f["code"] != UNUSED]
@@ -137,7 +145,7 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
             "weights": f"every byte is what {document.get('sides', {}).get('train')} makes of the masters",
         }
         word = "consistent"
-        parts = [proof.get(str(document["level"]), "nothing that was compared differs")]
+        parts = [proof.get(str(document["level"])) or f"{how_many(document['compared'])} compared, and none differs"]
         if document["compared"].get("linears") and not document["compared"]["quantized_linears"]:
             parts.insert(0, "NO LINEAR LAYER IS QUANTISED on either side, so nothing was proved of FP8")
     if unused:

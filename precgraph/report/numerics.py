@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from precgraph.report.document import how_many
 from precgraph.strict_json import finite
 from precgraph.verify.report import masked
 
@@ -44,8 +45,7 @@ def _numbers(delta: Delta) -> dict[str, Any]:
 def lines(document: Mapping[str, Any]) -> list[str]:
     """How much was compared, where the first difference is, and the log-probabilities."""
     compared, measured = document["compared"], document["numerics"]
-    unit = "modules" if "modules" in compared else "values"
-    found = [f"{compared[unit]} {unit} compared, {compared['differing']} of them differ"]
+    found = [f"{how_many(compared)} compared, {compared['differing'] or 'none'} of them different"]
     if compared["hidden"]:
         found.append(f"{compared['hidden']} nodes inside fused kernels, or not captured, have no value to compare")
     if first := measured["first"]:

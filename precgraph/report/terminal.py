@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from precgraph.report import numerics
-from precgraph.report.document import difference, kind, one_line, rows_of, value_lines, verdict
+from precgraph.report.document import difference, how_many, kind, one_line, rows_of, value_lines, verdict
 
 TITLES = {
     "violation": ("Root causes", "red"),
@@ -67,7 +67,7 @@ def summary(document: Mapping[str, Any]) -> list[str]:
     elif document["level"] == "numerics":
         lines += numerics.lines(document)
     elif document["level"] == "env":
-        lines.append(f"{compared['facts']} facts compared")
+        lines.append(f"{how_many(compared)} compared")
     return lines
 
 

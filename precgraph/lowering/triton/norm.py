@@ -1,4 +1,5 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+# ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
 """RMSNorm, with the residual sum before it and the quantisers after it; forward and backward.
 
 Bits are those of :mod:`precgraph.lowering.reference.elementwise`, whose sums have a fixed order (pieces of 512 added
@@ -25,18 +26,18 @@ from precgraph.lowering.triton.primitives import (
     ceil_div,
     halving_sum,
     quantise_rows,
+    reciprocal,
     require,
+    rough_reciprocal,
     rule,
     source,
     store_in_place,
     store_rows,
     store_tokens,
-    tile_of,
 )
 
 _MAX_WIDTH = 16384  # a row has to fit the registers of one program
-_PROGRAMS = 6  # a multiprocessor, of the forward that quantises: a loop over rows, as its registers allow
-_STAGES = 2  # of such a loop: while one row is computed, the next one is on its way to shared memory
+_STAGES = 2  # of the backward's loop over rows: the next one is on its way to shared memory
 _ROWS_A_PROGRAM = 32  # of the backward: how many rows one partial sum of dweight covers
 
 
@@ -73,8 +74,8 @@ def fused_norm(
 ) -> Normed:
     """``rms_norm(x + residual)``, its value optional, quantised along rows, tokens or both.
 
-    One kernel, unless tokens are asked for: their groups span 128 rows, so a second kernel normalises the sum again,
-    last rows first, which the first kernel has just written.
+    One kernel, unless tokens are asked for: their groups span 128 rows, so a second kernel normalises the sum again and
+    quantises it both ways, last rows first, which the first kernel has just written.
     """
     operands = {"x": x, "residual": residual, "weight": weight}
     _check(operands, x, weight)
@@ -88,15 +89,12 @@ def fused_norm(
     rows = new_rows(x.shape, rows_fmt, x.device)[0] if rows_fmt is not None else None
     tokens = new_tokens(x.shape, tokens_fmt, x.device)[0] if tokens_fmt is not None else None
     scale = torch.empty(T, dtype=torch.float32, device=x.device) if tokens is not None else None
-    height, warps = _height(C)
-    blocks = ceil_div(T, height)
-    looped = rows is not None and tokens is None  # what has little to do for a row is faster without a loop
-    _rows_kernel[(min(blocks, _programs(x.device)) if looped else blocks,)](
+    _rows_kernel[(T,)](
         flat,
         other,
         weight,
         total,
-        normed if tokens is None else None,
+        normed,
         scale,
         rows.codes if rows is not None and tokens is None else None,
         rows.scales if rows is not None and tokens is None else None,
@@ -106,11 +104,9 @@ def fused_norm(
         eps,
         C,
         _piece(C),
-        height,
         source(rows_fmt, tokens_fmt),
         rows_rule if tokens is None else None,
-        _STAGES if looped else 1,
-        num_warps=warps,
+        num_warps=4,
         **EXACT,
     )
     if tokens is not None:
@@ -120,7 +116,6 @@ def fused_norm(
             summed,
             weight,
             scale,
-            normed,
             rows and rows.codes,
             rows and rows.scales,
             pairs(tokens),
@@ -197,18 +192,9 @@ def _check(operands: dict[str, Tensor | None], x: Tensor, weight: Tensor) -> Non
         )
 
 
-def _programs(device: torch.device) -> int:
-    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _piece(C: int) -> int:
     """Width of a piece of the ordered sum, never narrower than a quantiser's group: zeros do not change a sum."""
     return max(GROUP, min(PIECE, 1 << (C - 1).bit_length()))
-
-
-def _height(C: int) -> tuple[int, int]:
-    """Rows and warps of a program of the forward, from the width alone."""
-    return (1, 4) if C <= 4096 else (1, 8)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -227,69 +213,98 @@ def _rows_kernel(
     eps,
     C: tl.constexpr,
     PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
     SOURCE: tl.constexpr,
     RULE: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """``ROWS`` whole rows: the sum, then what is made of it, without reading it again."""
+    """One whole row: the sum, then what is made of it, without reading it again."""
     pieces: tl.constexpr = (C + PIECE - 1) // PIECE
-    lane = tl.arange(0, PIECE)
-    for block in tl.range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = block * ROWS + tl.arange(0, ROWS)
-        at = rows[:, None].to(tl.int64)
-        values = ()
-        squares = tl.zeros([ROWS, PIECE], tl.float32)
+    EVICT: tl.constexpr = "evict_first" if residual is None and scale is None else ""
+    row = tl.program_id(0)
+    at = row.to(tl.int64) * C
+    lane = tl.arange(0, PIECE)[None, :]
+    values = _load_row(x, row, x_stride, T, C, PIECE, EVICT)
+    if residual is not None:
+        others = _load_row(residual, row, residual_stride, T, C, PIECE, EVICT)
+        summed = ()
         for p in tl.static_range(pieces):
-            cols = p * PIECE + lane[None, :]
-            inside = (rows[:, None] < T) & (cols < C)
-            value = tl.load(x + at * x_stride + cols, mask=inside, other=0.0)
-            if residual is not None:
-                other = tl.load(residual + at * residual_stride + cols, mask=inside, other=0.0)
-                value = (value.to(tl.float32) + other.to(tl.float32)).to(tl.bfloat16)
-                tl.store(total + at * C + cols, value, mask=inside)
-            values = values + (value,)  # noqa: RUF005 - a tuple of the kernel language
-            wide = value.to(tl.float32)
-            squares = squares + wide * wide
-        root = reciprocal_root(halving_sum(squares), eps, C)
-        if scale is not None:
-            tl.store(scale + rows, root, mask=rows < T)
-        if normed is not None or RULE is not None:
-            for p in tl.static_range(pieces):
-                # One address a value: a weight loaded once for all rows would have another layout, and cost a barrier.
-                cols = tl.broadcast_to(p * PIECE + lane[None, :], [ROWS, PIECE])
-                y = _weighted(values[p], root[:, None], tl.load(weight + cols, mask=cols < C, other=0.0))
-                if normed is not None:
-                    tl.store(normed + at * C + cols, y, mask=(rows[:, None] < T) & (cols < C))
-                if RULE is not None:
-                    _store_groups(y.to(SOURCE), codes, scales, rows, cols, p * (PIECE // 128), T, C, RULE)
+            summed = summed + (values[p] + others[p],)  # noqa: RUF005 - a tuple of the kernel language
+            tl.store(total + at + p * PIECE + lane, summed[p], mask=p * PIECE + lane < C)
+        values = summed
+    root = _root_of(values, eps, C)
+    if scale is not None:
+        tl.store(scale + row + tl.arange(0, 1), root)
+    if normed is not None or RULE is not None:
+        for p in tl.static_range(pieces):
+            cols = p * PIECE + lane
+            y = weighted(values[p], root[:, None], _gain(weight, cols, C))
+            if normed is not None:
+                tl.store(normed + at + cols, y, mask=cols < C)
+            if RULE is not None:
+                _store_groups(y.to(SOURCE), codes, scales, row, cols, p * (PIECE // 128), T, C, RULE)
 
 
 @triton.jit
-def reciprocal_root(squares, eps, C: tl.constexpr):
-    """``1 / sqrt(squares / C + eps)``, each operation rounded."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(squares, tl.full(squares.shape, C, tl.float32)) + eps))
+def _load_row(x, row, stride, T, C: tl.constexpr, PIECE: tl.constexpr, EVICT: tl.constexpr):
+    """A row as its pieces ``[1, PIECE]``, zero beyond its end and beyond the last row."""
+    values = ()
+    for p in tl.static_range((C + PIECE - 1) // PIECE):
+        cols = p * PIECE + tl.arange(0, PIECE)[None, :]
+        inside = (row < T) & (cols < C)
+        value = tl.load(x + row.to(tl.int64) * stride + cols, mask=inside, other=0.0, eviction_policy=EVICT)
+        values = values + (value,)  # noqa: RUF005
+    return values
 
 
 @triton.jit
-def _weighted(value, root, weight):
-    """``weight * bf16(value * root)`` in bf16."""
-    return (bf16(value.to(tl.float32) * root) * weight.to(tl.float32)).to(tl.bfloat16)
+def _gain(weight, cols, C: tl.constexpr):
+    """A piece of the weight, which every row reads again."""
+    return tl.load(weight + cols, mask=cols < C, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
-def _store_groups(y, codes, scales, rows, cols, group, T, C: tl.constexpr, RULE: tl.constexpr):
-    """Quantise a piece ``[R, P]`` of rows, its groups from ``group`` on."""
-    R: tl.constexpr = y.shape[0]
+def _root_of(values, eps, C: tl.constexpr):
+    """The reciprocal root ``[1]`` of a row."""
+    squares = tl.zeros(values[0].shape, tl.float32)
+    for p in tl.static_range(len(values)):
+        wide = values[p].to(tl.float32)
+        squares = squares + wide * wide
+    return reciprocal_root(halving_sum(squares), eps, C)
+
+
+@triton.jit
+def mean(total, N: tl.constexpr):
+    """``total / N``; where N is a power of two, the product with its reciprocal is the quotient."""
+    if N & (N - 1) == 0:
+        return total * (1.0 / N)
+    else:
+        return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
+
+
+@triton.jit
+def reciprocal_root(squares, eps, N: tl.constexpr):
+    """``1 / sqrt(squares / N + eps)``, each operation rounded; a root is never subnormal."""
+    root = tl.sqrt_rn(mean(squares, N) + eps)
+    inverse = reciprocal(root)  # NaN for 0 and infinity, which leave no remainder
+    return tl.where(inverse == inverse, inverse, rough_reciprocal(root))  # noqa: PLR0124
+
+
+@triton.jit
+def weighted(value, root, weight):
+    """``weight * bf16(value * root)``: bf16's own product is fp32's, rounded."""
+    return (value.to(tl.float32) * root).to(tl.bfloat16) * weight
+
+
+@triton.jit
+def _store_groups(y, codes, scales, row, cols, group, T, C: tl.constexpr, RULE: tl.constexpr):
+    """Quantise a piece ``[1, P]`` of a row, its groups from ``group`` on."""
     G: tl.constexpr = y.shape[1] // 128
     groups: tl.constexpr = (C + 127) // 128
-    quantised, scale = quantise_rows(tl.reshape(y, [R, G, 128]), 2, RULE, codes.dtype.element_ty)
-    at = codes + rows[:, None].to(tl.int64) * (groups * 128) + cols
-    tl.store(at, tl.reshape(quantised, [R, G * 128]), mask=(rows[:, None] < T) & (cols < groups * 128))
+    quantised, scale = quantise_rows(tl.reshape(y, [1, G, 128]), 2, RULE, codes.dtype.element_ty)
+    at = codes + row.to(tl.int64) * (groups * 128) + cols
+    tl.store(at, tl.reshape(quantised, [1, G * 128]), mask=cols < groups * 128)
     which = group + tl.arange(0, G)[None, :]
     aligned = ((T + 3) // 4) * 4
-    inside = (rows[:, None] < T) & (which < groups)
-    store_in_place(scales + which.to(tl.int64) * aligned + rows[:, None], scale, inside)
+    store_in_place(scales + which.to(tl.int64) * aligned + row, scale, which < groups)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -297,7 +312,6 @@ def _tiles_kernel(
     x,
     weight,
     scale,
-    normed,
     rows_codes,
     rows_scales,
     tokens_codes,
@@ -312,12 +326,13 @@ def _tiles_kernel(
     """One tile ``[128, 128]`` of the normalised rows, last tile first."""
     columns: tl.constexpr = (C + 127) // 128
     EVEN: tl.constexpr = C % 128 == 0
-    line, column = tile_of(tl.num_programs(0) - 1 - tl.program_id(0), tl.cdiv(T, 128), columns)
-    col = column * 128
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    line = tile // columns
+    col = tile % columns * 128
     rows = line * 128 + 2 * tl.arange(0, 64)
     cols = col + tl.arange(0, 128)
-    even = _normed_tile(x, weight, scale, normed, rows, cols, T, stride, C).to(SOURCE)
-    odd = _normed_tile(x, weight, scale, normed, rows + 1, cols, T, stride, C).to(SOURCE)
+    even = _normed_tile(x, weight, scale, rows, cols, T, stride, C).to(SOURCE)
+    odd = _normed_tile(x, weight, scale, rows + 1, cols, T, stride, C).to(SOURCE)
     if ROWS_RULE is not None:
         store_rows(even, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
         store_rows(odd, rows_codes, rows_scales, rows + 1, col, T, columns * 128, ROWS_RULE)
@@ -325,15 +340,12 @@ def _tiles_kernel(
 
 
 @triton.jit
-def _normed_tile(x, weight, scale, normed, rows, cols, T, stride, C: tl.constexpr):
-    """The norm's value of a tile, bf16, stored if asked for; zero outside."""
+def _normed_tile(x, weight, scale, rows, cols, T, stride, C: tl.constexpr):
+    """The norm's value of a tile, bf16; zero outside."""
     inside = rows[:, None] < T if C % 128 == 0 else (rows[:, None] < T) & (cols[None, :] < C)
     value = tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0)
     root = tl.load(scale + rows, mask=rows < T, other=0.0)
-    y = _weighted(value, root[:, None], tl.load(weight + cols, mask=cols < C, other=0.0)[None, :])
-    if normed is not None:
-        tl.store(normed + rows[:, None].to(tl.int64) * C + cols[None, :], y, mask=inside)
-    return y
+    return weighted(value, root[:, None], tl.load(weight + cols, mask=cols < C, other=0.0)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -1,8 +1,9 @@
 """Serve a model with vLLM's OpenAI-compatible server on the CPU, then rescore what it sampled with the trainer.
 
-Nothing of the server is special: it is ``vllm serve`` with the architecture and the recipe in ``--hf-overrides``. The
-token ids and log-probabilities come back over HTTP, and the training program gives the same bits. Needs vLLM; run it
-with ``.venv-vllm/bin/python examples/vllm_serve.py`` after ``make test-vllm``.
+Nothing of the server is special: it is ``vllm serve`` with the architecture and the recipe in ``--hf-overrides``, and
+precgraph's middleware. Token ids, log-probabilities and the mass that top-p kept come back over HTTP, and the training
+program gives the same bits. Needs vLLM; run it with ``.venv-vllm/bin/python examples/vllm_serve.py`` after
+``make test-vllm``.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from transformers import AutoTokenizer
 
 import precgraph
 from precgraph.loading import load_model
+from precgraph.runtime.sampling import SamplingParams, sample
 
 QUESTIONS = ("What is 7 times 8?", "Name three colours.", "Why is the sky blue?", "Write a sentence about a cat.")
 
@@ -58,6 +60,7 @@ def server(model: Path, recipe: precgraph.Recipe, digest: str, log: Path) -> Ite
         "--hf-overrides", json.dumps({"architectures": ["PrecGraphForCausalLM"], "precgraph": recipe.to_dict()}),
         # The engine starts only if it would run the trainer's program.
         "--additional-config", json.dumps({"precgraph": {"digest": digest}}),
+        "--middleware", "precgraph.vllm.SampleFields",  # the kept mass, the digest and the weights' version
         "--dtype", "bfloat16", "--max-model-len", "512", "--max-num-batched-tokens", "128", "--max-num-seqs", "8",
         "--generation-config", "vllm", "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 29),
     ]  # fmt: skip
@@ -85,20 +88,28 @@ def wait_for(address: str, process: subprocess.Popen[bytes], log: Path) -> None:
             time.sleep(1)
 
 
-def complete(
-    address: str, model: Path, prompt: list[int], tokens: int, temperature: float
-) -> tuple[list[int], list[float], str]:
-    """Token ids, log-probabilities and text of one completion."""
+def complete(address: str, model: Path, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+    """The server's answer to one prompt."""
     body = {
-        "model": str(model), "prompt": prompt, "max_tokens": tokens, "temperature": temperature, "top_p": 0.95,
-        "logprobs": 0, "return_token_ids": True,
+        "model": str(model), "prompt": prompt, "max_tokens": params.max_tokens, "temperature": params.temperature,
+        "top_p": params.top_p, "logprobs": 0, "return_token_ids": True,
     }  # fmt: skip
     request = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=600) as answer:
-        choice = json.load(answer)["choices"][0]
-    return choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["text"]
+        found: dict[str, Any] = json.load(answer)
+    return found
+
+
+def rescore(actor: Any, prompt: list[int], ids: list[int], params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
+    """The trainer's log-probability of each sampled token, and the share of its distribution that top-p keeps."""
+    sequence = torch.tensor([prompt + ids])
+    with torch.no_grad():
+        scored = precgraph.token_logprobs(actor, sequence, temperature=params.temperature)
+        logits = actor(input_ids=sequence).logits[0, len(prompt) - 1 : -1]
+    assert isinstance(scored, torch.Tensor)
+    return scored[0, len(prompt) - 1 :], sample(logits, [params] * len(ids), [0.0] * len(ids)).kept_mass
 
 
 def main() -> None:
@@ -106,6 +117,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="length of each answer")
     parser.add_argument("--temperature", type=float, default=0.8)
     options = parser.parse_args()
+    params = SamplingParams(options.tokens, options.temperature, top_p=0.95)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         folder, log = Path(scratch) / "SmolLM2-135M-Instruct", Path(scratch) / "server.log"
@@ -121,20 +133,21 @@ def main() -> None:
         with server(folder, actor.precgraph.recipe, digest, log) as address:
             print(f"serving program {digest[:12]} after {time.perf_counter() - started:.0f} s")
             with ThreadPoolExecutor(len(prompts)) as pool:
-                answers = list(
-                    pool.map(lambda p: complete(address, folder, p, options.tokens, options.temperature), prompts)
-                )
-        worst, count = 0.0, 0
-        for prompt, (ids, logprobs, text) in zip(prompts, answers, strict=True):
-            with torch.no_grad():
-                scored = precgraph.token_logprobs(actor, torch.tensor([prompt + ids]), temperature=options.temperature)
-            assert isinstance(scored, torch.Tensor)
-            own = scored[0, len(prompt) - 1 :]
-            worst, count = max(worst, float((own - torch.tensor(logprobs)).abs().max())), count + len(ids)
-            print(f"  {text.strip()[:90]!r}")
+                answers = list(pool.map(lambda p: complete(address, folder, p, params), prompts))
+        worst, worst_mass, smallest, count = 0.0, 0.0, 1.0, 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer["precgraph"] == {"digest": digest, "weights_version": 1}
+            (choice,) = answer["choices"]
+            logprobs, kept = rescore(actor, prompt, choice["token_ids"], params)
+            worst = max(worst, float((logprobs - torch.tensor(choice["logprobs"]["token_logprobs"])).abs().max()))
+            mass = torch.tensor(choice["kept_mass"], dtype=torch.float64)
+            worst_mass, smallest = max(worst_mass, float((kept - mass).abs().max())), min(smallest, float(mass.min()))
+            count += len(mass)
+            print(f"  {choice['text'].strip()[:90]!r}")
     print(f"max |Δ log-prob| over {count} tokens = {worst} ({time.perf_counter() - started:.0f} s in all)")
-    if worst != 0.0:
-        raise SystemExit("the server's log-probabilities are not the trainer's")
+    print(f"max |Δ kept mass| = {worst_mass}, at least {smallest:.3f} was kept")
+    if worst != 0.0 or worst_mass != 0.0:
+        raise SystemExit("the server's numbers are not the trainer's")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,8 @@ sent. In the other arms it runs its own model, in bf16 or in its block FP8, and 
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -72,12 +70,16 @@ class StockVllm:
             import vllm
         except ImportError as error:
             raise _absent() from error
-        from precgraph.runtime.vllm.preserve import preserved_state
+        from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state
 
         self._actor, self._served = pair.actor, int(pair.actor.precgraph.store.version)
         self._seeded = _on_gpu(pair.actor)
         self.digest = f"vllm {vllm.__version__} {quantization or 'bfloat16'}"
-        with tempfile.TemporaryDirectory(prefix="precgraph-") as folder, preserved_state(), _in_process():
+        with (
+            tempfile.TemporaryDirectory(prefix="precgraph-") as folder,
+            preserved_state(),
+            environment(IN_PROCESS),
+        ):
             pair.actor.save_pretrained(folder)
             _hf_config(pair.actor).save_pretrained(folder)
             self._engine = vllm.LLM(
@@ -87,13 +89,14 @@ class StockVllm:
         self._sleeper = _Sleeper(self._engine.sleep, self._engine.wake_up, self._seeded)
 
     def generate(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Sequence[Any]:
-        from precgraph.runtime.vllm.params import to_vllm
+        from precgraph.runtime.vllm.params import completion_fields, to_vllm
 
         self.wake()
         self._update()
         asked = [to_vllm(p if self._seeded else replace(p, seed=None)) for p in params]
         outputs = self._engine.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
-        return [self._completion(output) for output in outputs]
+        # The whole distribution was drawn from: the kept mass is 1.
+        return [Completion(**completion_fields(output, self._served)) for output in outputs]
 
     def _update(self) -> None:
         """Hand over the weights if the actor has synced since; vLLM quantises them anew itself."""
@@ -107,16 +110,6 @@ class StockVllm:
             self._engine.apply_model(_pack_head)
         self._engine.reset_prefix_cache()
         self._served = int(store.version)
-
-    def _completion(self, output: Any) -> Completion:
-        """The whole distribution was drawn from: the kept mass is 1."""
-        (answer,) = output.outputs
-        tokens = list(answer.token_ids)
-        logprobs = [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)]
-        return Completion(
-            list(output.prompt_token_ids), tokens, logprobs, [1.0] * len(tokens), str(answer.finish_reason),
-            self._served, output.num_cached_tokens or 0,
-        )  # fmt: skip
 
     def sleep(self) -> None:
         self._sleeper.sleep()
@@ -207,18 +200,3 @@ def _on_gpu(actor: Any) -> bool:
 
 def _absent() -> ConfigError:
     return ConfigError("rollout.engine = 'vllm', but vLLM is not installed", remedy="pip install 'precgraph[vllm]'")
-
-
-@contextmanager
-def _in_process() -> Iterator[None]:
-    """vLLM reads this while it starts: weights can be handed over only inside one process."""
-    name = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import torch
 import precgraph
 from precgraph import Recipe
 from precgraph.errors import DigestError, InputError, RecipeError, UnsupportedModelError
-from precgraph.runtime.vllm import ARCHITECTURE, register
+from precgraph.runtime.vllm import ARCHITECTURE, RUNNER, register
 from precgraph.runtime.vllm.preserve import preserved_state
 from precgraph.runtime.vllm.versions import SYMBOLS, Symbol, key_value_views, misfits, require_version
 from tests.vllm.conftest import TINY_ENGINE
@@ -174,6 +175,51 @@ def test_tensor_parallel_is_a_typed_error(checkpoint: Callable[..., Any], start:
 
 
 @pytest.mark.vllm
+def test_the_v2_runner_is_refused_where_it_is_asked_for(
+    checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a sampler of its own: running on V1 all the same would not be what was asked for."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    overrides = {**ARCHITECTURES, "precgraph": "jet_rl"}
+    args = EngineArgs(checkpoint("qwen3")[1], skip_tokenizer_init=True, hf_overrides=overrides)
+    monkeypatch.setenv(RUNNER, "1")
+    with pytest.raises(Exception, match=f"{RUNNER}=1: .*; unset {RUNNER}"):
+        args.create_engine_config()
+    with pytest.raises(UnsupportedModelError, match=f"{RUNNER}=1"):
+        start(checkpoint("qwen3")[1])
+    assert os.environ[RUNNER] == "1"
+    monkeypatch.setenv(RUNNER, "0")
+    assert not args.create_engine_config().use_v2_model_runner
+
+
+@pytest.mark.vllm
+def test_the_v2_runner_is_refused_where_vllm_takes_it_anyway(
+    checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some settings of vLLM's override the variable: in the front end, or in the process of a worker alone."""
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from precgraph.runtime.vllm.worker import ExactWorker
+
+    worker = ExactWorker()
+    worker.model_runner = type("GPUModelRunner", (), {"__module__": "vllm.v1.worker.gpu.model_runner"})()
+    with pytest.raises(UnsupportedModelError, match=r"the model runner of vllm.v1.worker.gpu.model_runner: it draws"):
+        worker.load_model()
+    worker.model_runner = GPUModelRunner.__new__(GPUModelRunner)
+    with pytest.raises(AttributeError, match="load_model"):  # gets as far as vLLM's own worker, which is missing here
+        worker.load_model()
+    overrides = {**ARCHITECTURES, "precgraph": "jet_rl"}
+    args = EngineArgs(checkpoint("qwen3")[1], skip_tokenizer_init=True, hf_overrides=overrides)
+    monkeypatch.setenv(RUNNER, "0")
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
+    with pytest.raises(Exception, match=f"takes its V2 model runner although {RUNNER}=0"):
+        args.create_engine_config()
+
+
+@pytest.mark.vllm
 def test_an_unknown_family(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
     path = Path(checkpoint("llama")[1])
     config = json.loads((path / "config.json").read_text())
@@ -223,11 +269,10 @@ def test_a_checkpoint_that_does_not_fit(fault: str, checkpoint: Callable[..., An
 @pytest.mark.vllm
 def test_the_trainers_process_is_left_as_it_was(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
     """vLLM seeds every generator, and replaces torch.set_num_threads by a function that does nothing."""
-    import os
     import random
 
     model, path = checkpoint("qwen3")
-    names = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_ENABLE_V1_MULTIPROCESSING")
+    names = (RUNNER, "VLLM_ENABLE_V1_MULTIPROCESSING")
     states: list[Callable[[], Any]] = [
         lambda: torch.get_rng_state().tolist(), random.getstate, lambda: str(np.random.get_state()),
         torch.get_num_threads, lambda: torch.set_num_threads, torch.get_default_dtype, lambda: os.sched_getaffinity(0),

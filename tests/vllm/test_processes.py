@@ -88,7 +88,7 @@ def test_smollm2(start: Callable[..., Any], smollm2_gguf: Path, tmp_path: Path) 
 
 
 def test_the_server_example() -> None:
-    """``vllm serve`` with nothing but ``--hf-overrides``; rescored from what came over HTTP."""
+    """``vllm serve`` with ``--hf-overrides`` and the middleware; rescored from what came over HTTP."""
     example = Path(__file__).parents[2] / "examples" / "vllm_serve.py"
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     done = subprocess.run(
@@ -97,3 +97,4 @@ def test_the_server_example() -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "max |Δ log-prob| over 48 tokens = 0.0" in done.stdout
+    assert "max |Δ kept mass| = 0.0, at least 0.9" in done.stdout

@@ -8,6 +8,10 @@ sampler, refusals) is set when a model of that name is configured (:mod:`precgra
 from __future__ import annotations
 
 ARCHITECTURE = "PrecGraphForCausalLM"
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # what the plugin sets to 0
+# Arguments of a request in its extra_args, vllm_xargs over HTTP: the seed of its draws, and the name under which its
+# kept mass is recorded until it is asked for.
+SEED, RECORD = "precgraph_seed", "precgraph_record"
 
 
 def register() -> None:

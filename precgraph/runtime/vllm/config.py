@@ -14,6 +14,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from precgraph.errors import RecipeError, UnsupportedModelError
 from precgraph.recipe import Recipe
+from precgraph.runtime.vllm import RUNNER
 from precgraph.runtime.vllm.versions import require_version
 
 KEY = "precgraph"  # in hf_overrides or config.json: the recipe; in additional_config: options of this engine
@@ -31,6 +32,7 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         require_version()
+        require_v1_runner()
         recipe_of(vllm_config.model_config.hf_config)
         _refuse(vllm_config)
         device = str(vllm_config.device_config.device_type)
@@ -50,8 +52,23 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         model.logprobs_mode = "processed_logprobs"
         if device == "cuda":
             _capture_decoding(vllm_config)
-        # The V2 runner computes log-probabilities by a kernel of its own. The engine's processes inherit this.
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        os.environ[RUNNER] = "0"  # the engine's processes inherit it
+        if getattr(vllm_config, "use_v2_model_runner", False):
+            raise UnsupportedModelError(
+                f"vLLM takes its V2 model runner although {RUNNER}=0",
+                remedy="leave out what needs it, such as watermark_config; and start the engine in a process in which "
+                "no other engine has run",
+            )
+
+
+def require_v1_runner() -> None:
+    """UnsupportedModelError if the environment asks for vLLM's V2 model runner."""
+    asked = os.environ.get(RUNNER) or "0"
+    if asked != "0":
+        raise UnsupportedModelError(
+            f"{RUNNER}={asked}: the V2 model runner draws and scores tokens by kernels of its own",
+            remedy=f"unset {RUNNER}: the plugin runs on V1",
+        )
 
 
 def recipe_of(hf_config: Any) -> Recipe:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,33 +25,23 @@ from precgraph.errors import (
 )
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
-from precgraph.runtime.logprobs import MIN_TEMPERATURE
+from precgraph.runtime.engine import Completion
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite
-from precgraph.runtime.vllm import ARCHITECTURE, register
-from precgraph.runtime.vllm.preserve import preserved_state
+from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, SEED, register
+from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state
+from precgraph.runtime.vllm.replies import value_of
 from precgraph.runtime.vllm.sync import Manifest, compiled_of, policy, read_file, save_weights
 from precgraph.runtime.vllm.versions import require_version
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One request's result.
+class Sample(Completion):
+    """One request's result: a :class:`precgraph.runtime.engine.Completion` of the program with this ``digest``.
 
-    ``token_ids``: the sampled tokens, the stop token included. ``logprobs``: their log-probabilities after temperature
-    (at temperature 1 if greedy), over the full vocabulary, bit for bit :func:`precgraph.token_logprobs` of a trainer
-    with the same ``digest`` and weights. ``kept_mass``: per token, the share of that distribution that top-k and top-p
-    left to draw from, 1.0 without them. ``finish_reason``: vLLM's, ``"stop"`` or ``"length"``. ``weights_version``:
-    the trainer's. ``cached_tokens``: how many tokens of the prompt the prefix cache had.
+    ``weights_version`` is the trainer's, and ``logprobs`` those of a trainer with the same digest and weights.
     """
 
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    kept_mass: list[float]
-    finish_reason: str
-    weights_version: int
     digest: str
-    cached_tokens: int
 
 
 class LLM:
@@ -88,7 +77,8 @@ class LLM:
         self.vocabulary = int(
             load_config_model(model).config.vocab_size
         )  # a bad model fails here, typed, not in a worker
-        with preserved_state(), _environment(in_process=actor is not None):
+        variables = {RUNNER: "0", **(IN_PROCESS if actor is not None else {})}
+        with preserved_state(), environment(variables):
             self.engine = self._start(str(model), engine_args)
         states = self._call("precgraph_state")
         self.digest: str = states[0]["digest"]
@@ -128,37 +118,32 @@ class LLM:
         an exact rollout refuses, StaleWeightsError if the weights are not complete or the actor has not synced,
         NonFiniteError if a token was drawn from logits that hold NaN or infinity.
         """
+        from precgraph.runtime.vllm.params import completion_fields
+
         self._require_ready()
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompt_token_ids)
         if len(each) != len(prompt_token_ids):
             raise InputError(f"{len(prompt_token_ids)} prompts but {len(each)} sampling parameters")
         prompts = [self._prompt(i, p) for i, p in enumerate(prompt_token_ids)]
-        records = [secrets.token_hex(8) for _ in prompts]
-        asked = [_request(p, record) for p, record in zip(each, records, strict=True)]
+        asked = [_request(p) for p in each]
         version = self._served
         try:
             outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=progress)
         except PrecGraphError as error:
             self._broken = f"a step failed: {error}"
             raise
+        names = [p.extra_args.get(RECORD) for p in asked]
+        cut = [name for name in names if name is not None]
+        records = self._call("precgraph_take", cut)[0]["records"] if cut else {}
         if self._version() != version:
             raise StaleWeightsError("the weights changed during generate()", remedy="call sync() between calls")
-        cut = [r for r, p in zip(records, asked, strict=True) if p.top_p < 1 or p.top_k > 0]
-        kept = self._call("precgraph_kept_mass", cut)[0] if cut else {}
-        samples = [self._sample(o, version, kept.get(r, {})) for o, r in zip(outputs, records, strict=True)]
+        masses = [records[name]["kept_mass"] if name else {} for name in names]
+        samples = [
+            Sample(**completion_fields(output, version, mass), digest=self.digest)
+            for output, mass in zip(outputs, masses, strict=True)
+        ]
         require_finite(torch.tensor([p for s in samples for p in s.logprobs]))
         return samples
-
-    def _sample(self, output: Any, version: int, kept: dict[Any, float]) -> Sample:
-        (answer,) = output.outputs
-        tokens = list(answer.token_ids)
-        kept = {int(i): mass for i, mass in kept.items()}
-        return Sample(
-            list(output.prompt_token_ids), tokens,
-            [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)],
-            [kept.get(i, 1.0) for i in range(len(tokens))],
-            str(answer.finish_reason), version, self.digest, output.num_cached_tokens or 0,
-        )  # fmt: skip
 
     def _prompt(self, index: int, prompt: Sequence[int]) -> list[int]:
         ids = [int(t) for t in prompt]
@@ -280,8 +265,6 @@ class LLM:
     # -------------------------------------------------------------------------------- helpers
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of every worker; its typed errors are raised here."""
-        from precgraph.runtime.vllm.worker import value_of
-
         core = self.engine.llm_engine.engine_core
         try:
             answers = _watched(
@@ -324,26 +307,31 @@ def _watched(call: Callable[[], Any], ensure_alive: Callable[[], None] | None) -
     return answer.result()
 
 
-def _request(params: Any, record: str) -> Any:
-    """vLLM's parameters for one request, with a seed and the name under which its kept mass is recorded."""
-    from precgraph.runtime.vllm.params import KEY, require_exact, to_vllm
+def _request(params: Any) -> Any:
+    """vLLM's parameters for one request, with a seed, and a name for its record if some tokens cannot be drawn."""
+    from precgraph.runtime.vllm.params import of_vllm, require_exact, to_vllm
 
     if isinstance(params, SamplingParams):
         params = to_vllm(params)
     require_exact(params)
     if params.n != 1:
         raise InputError(f"n = {params.n} is refused", remedy="repeat the prompt: the prefix cache shares its blocks")
-    asked = params.clone()
+    asked, own = params.clone(), of_vllm(params)
     seed = asked.seed
-    if seed is None and asked.temperature >= MIN_TEMPERATURE:
+    if seed is None and not own.greedy:
         seed = int(torch.randint(MAX_SEED, ()))
     asked.logprobs, asked.seed = asked.logprobs or 0, None
-    asked.extra_args = {**(asked.extra_args or {}), KEY: {"seed": seed or 0, "record": record}}
+    asked.extra_args = {**(asked.extra_args or {}), SEED: seed or 0}
+    if own.truncated:
+        asked.extra_args[RECORD] = secrets.token_hex(8)
     return asked
 
 
 def _refuse(engine_args: dict[str, Any]) -> None:
     """What the configuration hook would refuse too, here as a typed error before vLLM starts."""
+    from precgraph.runtime.vllm.config import require_v1_runner
+
+    require_v1_runner()
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = engine_args.get(name, 1)
         if size > 1:
@@ -356,21 +344,3 @@ def _refuse(engine_args: dict[str, Any]) -> None:
     for name in ("model_loader_extra_config", "worker_cls", "quantization", "logits_processors"):
         if engine_args.get(name):
             raise InputError(f"{name} is precgraph's to choose", remedy="leave it out")
-
-
-@contextmanager
-def _environment(in_process: bool) -> Iterator[None]:
-    """Variables that vLLM reads while it starts; what they were comes back."""
-    wanted = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-    if in_process:
-        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

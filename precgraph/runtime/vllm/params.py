@@ -11,9 +11,9 @@ from vllm import SamplingParams as VllmParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from precgraph.errors import InputError
-from precgraph.runtime.sampling import SamplingParams
-
-KEY = "precgraph"  # in extra_args: {"seed": int, "record": str}
+from precgraph.runtime.logprobs import MIN_TEMPERATURE
+from precgraph.runtime.sampling import MAX_SEED, SamplingParams
+from precgraph.runtime.vllm import RECORD, SEED
 
 # What changes the distribution that a token is drawn from without changing the log-probability that is reported, or
 # asks for numbers that the program does not make; each with the value that asks for nothing.
@@ -44,12 +44,17 @@ def require_exact(params: Any) -> None:
             raise InputError(f"{name} = {value!r} is refused in exact mode: {why}")
     if params.logprobs == -1:
         raise InputError("logprobs = -1 is refused in exact mode: ask for the k likeliest, logprobs = k")
+    seed, record = own_args(params)
+    if seed is not None and not (isinstance(seed, int) and 0 <= seed <= MAX_SEED):
+        raise InputError(f"{SEED} = {seed!r} must be an integer from 0 to 2**63 - 1")
+    if record is not None and not isinstance(record, str):
+        raise InputError(f"{RECORD} = {record!r} must be a string")
 
 
 def of_vllm(params: Any) -> SamplingParams:
     """What :func:`precgraph.runtime.sampling.sample` needs of vLLM's parameters."""
     return SamplingParams(
-        temperature=0.0 if params.temperature < 1e-5 else params.temperature,
+        temperature=0.0 if params.temperature < MIN_TEMPERATURE else params.temperature,
         top_p=params.top_p,
         top_k=max(0, params.top_k),
     )
@@ -63,10 +68,27 @@ def to_vllm(params: SamplingParams) -> Any:
     )  # fmt: skip
 
 
-def own_args(params: Any) -> Mapping[str, Any]:
-    """What :class:`precgraph.vllm.LLM` put into ``extra_args`` of a request."""
-    args = (getattr(params, "extra_args", None) or {}).get(KEY, {})
-    return args if isinstance(args, Mapping) else {}
+def completion_fields(output: Any, version: int, kept_mass: Mapping[Any, float] = {}) -> dict[str, Any]:
+    """vLLM's output for a request as the fields of a :class:`precgraph.runtime.engine.Completion`.
+
+    ``kept_mass`` is that of each token by its index; without it, any token could be drawn.
+    """
+    (answer,) = output.outputs
+    tokens = list(answer.token_ids)
+    kept = {int(index): mass for index, mass in kept_mass.items()}
+    return {
+        "prompt_token_ids": list(output.prompt_token_ids), "token_ids": tokens,
+        "logprobs": [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)],
+        "kept_mass": [kept[i] if kept else 1.0 for i in range(len(tokens))],
+        "finish_reason": str(answer.finish_reason), "weights_version": version,
+        "cached_tokens": output.num_cached_tokens or 0,
+    }  # fmt: skip
+
+
+def own_args(params: Any) -> tuple[Any, Any]:
+    """The seed and the record's name among the ``extra_args`` of a request; None where it has none."""
+    args = params.extra_args or {}
+    return args.get(SEED), args.get(RECORD)
 
 
 class ExactGate(LogitsProcessor):  # type: ignore[misc]

@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import numpy as np
 import torch
+
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # no process of the engine's own
+
+
+@contextmanager
+def environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Variables that vLLM reads while an engine starts; what they were comes back."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 @contextmanager

@@ -10,6 +10,7 @@ also is what lets requests with a seed through chunked prefill on the CPU.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,13 +24,23 @@ from precgraph.runtime.sampling import MAX_SEED, Rows, Sampled, SamplingParams, 
 from precgraph.runtime.vllm.params import of_vllm, own_args
 
 
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is noted of a request that asks for it: the versions of the weights that it ran on, and the kept mass by
+    the token's index where top-k or top-p apply.
+    """
+
+    versions: set[int] = field(default_factory=set)
+    kept_mass: dict[int, float] = field(default_factory=dict)
+
+
 @dataclass(slots=True)
 class _Request:
     """The state of one request's draws; ``uniforms`` are its random numbers so far, by the token's index."""
 
     params: SamplingParams
     generator: random.Random
-    record: str | None
+    record: Record | None
     uniforms: list[float] = field(default_factory=list)
 
     def uniform(self, index: int) -> float:
@@ -43,26 +54,31 @@ class _Batch:
     """Requests in the order of their rows; most steps have those of the step before."""
 
     names: list[str]
+    version: int
     states: list[_Request]
     rows: Rows
-    recorded: list[int]  # rows whose kept mass was asked for
+    recorded: list[tuple[int, Record]]  # rows whose kept mass was asked for
 
 
 class ExactSampler(nn.Module):
     """Stands where vLLM's own sampler stood; ``inner`` keeps serving what is no request (measuring memory).
 
+    ``version`` is asked at each step for that of the weights.
+
     On a GPU nothing here waits for the device, so that vLLM may schedule the next step meanwhile.
     """
 
-    def __init__(self, inner: nn.Module, runner: Any, seed: int) -> None:
+    def __init__(self, inner: nn.Module, runner: Any, seed: int, version: Callable[[], int]) -> None:
         super().__init__()
         self.inner = inner
         self.logprobs_mode = inner.logprobs_mode
         self._runner = [runner]  # not a submodule
         self._seeds = random.Random(seed)
+        self._weights_version = version
         self._requests: dict[str, _Request] = {}
         self._batch: _Batch | None = None
-        self._kept_mass: list[tuple[list[tuple[str, int, int]], Tensor]] = []  # record, token's index, entry
+        self._records: dict[str, Record] = {}
+        self._unread: list[tuple[list[tuple[Record, int, int]], Tensor]] = []  # record, token's index, row
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> SamplerOutput:
         """Draw one token for each row of ``logits [N, V]``, the rows being the runner's requests in order."""
@@ -93,43 +109,42 @@ class ExactSampler(nn.Module):
         rows = Rows.of(params, logits.device)
         _logprobs(logits[:2], sample(logits[:2].float(), rows, [0.5] * len(params)), rows, 1)
 
-    def take_kept_mass(self, records: list[str]) -> dict[str, dict[int, float]]:
-        """The kept mass of finished requests that had asked to be recorded, by the token's index.
-
-        All that was recorded is forgotten: it is asked for when no request is left.
-        """
-        wanted: dict[str, dict[int, float]] = {name: {} for name in records}
-        for places, kept in self._kept_mass:
+    def take(self, names: list[str]) -> dict[str, Record]:
+        """The records of requests that have ended, as far as there are any; then they are forgotten."""
+        for places, kept in self._unread:
             masses = kept.tolist()
-            for record, index, entry in places:
-                if record in wanted:  # a prefill that is not finished draws too; the token that counts comes last
-                    wanted[record][index] = masses[entry]
-        self._kept_mass.clear()
-        return wanted
+            for record, index, row in places:  # a prefill that is not finished draws too; what counts comes last
+                record.kept_mass[index] = masses[row]
+        self._unread.clear()
+        return {name: self._records.pop(name) for name in names if name in self._records}
 
     def _batch_of(self, names: list[str], runner: Any, device: torch.device) -> _Batch:
-        if self._batch is None or self._batch.names != names:
+        version = self._weights_version()
+        if self._batch is None or self._batch.names != names or self._batch.version != version:
             states = [self._state(name, runner) for name in names]
-            recorded = [i for i, s in enumerate(states) if s.record is not None and s.params.truncated]
-            self._batch = _Batch(names, states, Rows.of([s.params for s in states], device), recorded)
+            noted = [(i, s.record) for i, s in enumerate(states) if s.record is not None]
+            for _, record in noted:
+                record.versions.add(version)
+            recorded = [(i, record) for i, record in noted if states[i].params.truncated]
+            self._batch = _Batch(names, version, states, Rows.of([s.params for s in states], device), recorded)
         return self._batch
 
     def _state(self, name: str, runner: Any) -> _Request:
         state = self._requests.get(name)
         if state is None:
             params = runner.requests[name].sampling_params
-            own = own_args(params)
-            seed = own.get("seed", params.seed)
+            seed, record = own_args(params)
+            seed = params.seed if seed is None else seed
             generator = random.Random(self._seeds.randint(0, MAX_SEED) if seed is None else seed)
-            state = self._requests[name] = _Request(of_vllm(params), generator, own.get("record"))
+            noted = None if record is None else self._records.setdefault(record, Record())
+            state = self._requests[name] = _Request(of_vllm(params), generator, noted)
             for gone in [n for n in self._requests if n not in runner.requests]:
                 del self._requests[gone]
         return state
 
     def _record(self, batch: _Batch, indices: list[int], drawn: Sampled) -> None:
         if batch.recorded:
-            places = [(str(batch.states[row].record), indices[row], row) for row in batch.recorded]
-            self._kept_mass.append((places, drawn.kept_mass))
+            self._unread.append(([(record, indices[row], row) for row, record in batch.recorded], drawn.kept_mass))
 
 
 def _logprobs(logits: Tensor, drawn: Sampled, rows: Rows, count: int) -> LogprobsTensors:

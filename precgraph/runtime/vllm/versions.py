@@ -77,6 +77,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.model_executor.model_loader", "register_model_loader", takes=("load_format",)),
     Symbol("vllm.model_executor.model_loader.base_loader", "BaseModelLoader", has=("download_model", "load_weights")),
     Symbol("vllm.v1.engine.core_client", "MPClient", has=("ensure_alive",)),
+    Symbol("vllm.engine.protocol", "EngineClient.collective_rpc", takes=("method", "args")),
     Symbol("vllm", "LLM", has=("generate", "collective_rpc", "reset_prefix_cache", "sleep", "wake_up")),
     Symbol(
         "vllm", "SamplingParams",

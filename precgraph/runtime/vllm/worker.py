@@ -1,50 +1,27 @@
-"""What our worker adds to vLLM's: the sampler, and the calls that :class:`precgraph.vllm.LLM` makes to every worker.
-
-The calls return plain data, errors included: vLLM turns an exception of a worker in another process into text.
-"""
+"""What our worker adds to vLLM's: the sampler, and the calls that :class:`precgraph.vllm.LLM` makes to every worker."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-import precgraph.errors
-from precgraph.errors import InputError, PrecGraphError, SyncError, UnsupportedModelError
-from precgraph.runtime.vllm import dummy  # noqa: F401 - registers its loader
+from precgraph.errors import DigestError, InputError, SyncError, UnsupportedModelError
+from precgraph.runtime.vllm import (
+    RUNNER,
+    dummy,  # noqa: F401 - registers its loader
+)
 from precgraph.runtime.vllm.config import options_of
 from precgraph.runtime.vllm.model import PrecGraphForCausalLM
+from precgraph.runtime.vllm.replies import replies
 from precgraph.runtime.vllm.sampler import ExactSampler
 from precgraph.runtime.vllm.sync import Manifest, Receiver, checksum, entries, read_file
 from precgraph.runtime.vllm.weights import RolloutStore
 
-Reply = dict[str, Any]
-
 _log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
-
-
-def replies(call: Callable[..., Any]) -> Callable[..., Reply]:
-    """The result under ``value``, or a typed error under ``error``."""
-
-    @functools.wraps(call)
-    def reply(*args: Any, **kwargs: Any) -> Reply:
-        try:
-            return {"value": call(*args, **kwargs)}
-        except PrecGraphError as error:
-            return {"error": [type(error).__name__, error.message, error.path, error.remedy]}
-
-    return reply
-
-
-def value_of(reply: Reply) -> Any:
-    """The result of a reply; its typed error is raised again."""
-    if "error" in reply:
-        name, message, path, remedy = reply["error"]
-        raise getattr(precgraph.errors, name)(message, path=path, remedy=remedy)
-    return reply["value"]
 
 
 class ExactWorker:
@@ -55,14 +32,17 @@ class ExactWorker:
     _receiver: Receiver | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if getattr(self, "use_v2_model_runner", False):
+        if not isinstance(self.model_runner, GPUModelRunner):  # V1's; another would draw with vLLM's own sampler
             raise UnsupportedModelError(
-                "the V2 model runner computes log-probabilities in its own way", remedy="set VLLM_USE_V2_MODEL_RUNNER=0"
+                f"vLLM chose the model runner of {type(self.model_runner).__module__}: it draws and scores tokens by "
+                "kernels of its own",
+                remedy=f"set {RUNNER}=0 in every process of the engine",
             )
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._require_digest()
+        runner, model = self.model_runner, self._model()
         seed = self.vllm_config.model_config.seed or 0
-        self.model_runner.sampler = ExactSampler(self.model_runner.sampler, self.model_runner, seed)
+        runner.sampler = ExactSampler(runner.sampler, runner, seed, lambda: model.compiled.store.version)
 
     def compile_or_warm_up_model(self) -> Any:
         sizes = self._model().sizes.steps
@@ -151,9 +131,14 @@ class ExactWorker:
             self._receiver.abort()
 
     @replies
-    def precgraph_kept_mass(self, records: list[str]) -> dict[str, dict[int, float]]:
+    def precgraph_take(self, records: list[str]) -> dict[str, Any]:
+        """``digest`` of the program, and by their names the records of requests that have ended."""
         sampler: ExactSampler = self.model_runner.sampler
-        return sampler.take_kept_mass(records)
+        taken = sampler.take(records)
+        return {
+            "digest": self._model().digest,
+            "records": {n: {"versions": sorted(r.versions), "kept_mass": r.kept_mass} for n, r in taken.items()},
+        }
 
     @replies
     def precgraph_addresses(self) -> dict[str, int]:
@@ -185,7 +170,7 @@ class ExactWorker:
         """With ``additional_config={"precgraph": {"digest": ...}}`` a worker that would run another program stops."""
         wanted, found = options_of(self.vllm_config).get("digest"), self._model().digest
         if wanted is not None and wanted != found:
-            raise precgraph.errors.DigestError(
+            raise DigestError(
                 f"this engine would run program {found[:12]}, the trainer runs {wanted[:12]}",
                 remedy="use one recipe, one precgraph and one torch on both sides",
             )

@@ -1,0 +1,176 @@
+"""Over HTTP what a :class:`precgraph.vllm.Sample` has and the OpenAI protocol lacks: middleware for vLLM's server.
+
+``--middleware precgraph.vllm.SampleFields``. vLLM's workers keep the kept mass of a request under a name that the
+request carries (``vllm_xargs``); the middleware gives each request a name, and asks for its record before the answer
+goes out.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from precgraph.errors import InputError, PrecGraphError, StaleWeightsError, UnsupportedModelError
+from precgraph.runtime.vllm import RECORD
+from precgraph.runtime.vllm.replies import value_of
+
+PATHS = ("/v1/completions", "/v1/chat/completions")
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class SampleFields:
+    """ASGI middleware: completions get ``choices[0].kept_mass``, a number a token, and ``precgraph`` with the program's
+    ``digest`` and the ``weights_version``.
+
+    It refuses (status 400) what the answer has no place for: several sequences a request and streams; and (503) an
+    answer during which the weights changed.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        if scope["type"] != "http" or scope["method"] != "POST" or path not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        content = await _body(receive)
+        request = _parsed(content)
+        if request is None:  # the server says what is wrong with it
+            await self._app(scope, _replayed(content, receive), send)
+            return
+        engine = scope["app"].state.engine_client
+        try:
+            _require_one_answer(request)
+            _require_one_engine(engine.vllm_config.parallel_config)
+        except PrecGraphError as error:
+            await _refuse(send, 400, error)
+            return
+        name = secrets.token_hex(8)
+        content = json.dumps(request | {"vllm_xargs": {**(request.get("vllm_xargs") or {}), RECORD: name}}).encode()
+        answer, taken = _Answer(), None
+        try:
+            await self._app(_sized(scope, content), _replayed(content, receive), answer.collect)
+        finally:
+            if not 400 <= answer.status < 500:  # it was let in; also if it broke off its record is not left behind
+                replies = await engine.collective_rpc("precgraph_take", args=([name],))
+                taken = value_of(replies[0])
+        if taken is None or answer.status != 200:
+            await answer.send(send)
+            return
+        try:
+            _add(answer, taken["digest"], taken["records"].get(name))
+        except PrecGraphError as error:
+            await _refuse(send, 503, error)
+            return
+        await answer.send(send)
+
+
+class _Answer:
+    """The server's answer, held back."""
+
+    def __init__(self, status: int = 0, headers: Sequence[tuple[bytes, bytes]] = (), content: bytes = b"") -> None:
+        self.status, self.headers, self.content = status, list(headers), content
+
+    async def collect(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], list(message.get("headers", []))
+        elif message["type"] == "http.response.body":
+            self.content += message.get("body", b"")
+
+    async def send(self, send: Send) -> None:
+        headers = _sized({"headers": self.headers}, self.content)["headers"]
+        await send({"type": "http.response.start", "status": self.status, "headers": headers})
+        await send({"type": "http.response.body", "body": self.content})
+
+
+def _add(answer: _Answer, digest: str, record: dict[str, Any] | None) -> None:
+    """Put the record into the answer. StaleWeightsError unless all its tokens are of one version of the weights."""
+    body = json.loads(answer.content)
+    if body is None:  # the client has gone, and the server has made no answer
+        return
+    if record is None:
+        raise UnsupportedModelError("the engine kept no record of the request", remedy="serve one engine a server")
+    if len(record["versions"]) != 1:
+        raise StaleWeightsError(
+            f"the weights changed during the request, versions {record['versions']}",
+            remedy="ask again; finish or abort all requests before an update",
+        )
+    (choice,) = body["choices"]
+    kept = {int(index): mass for index, mass in record["kept_mass"].items()}
+    choice["kept_mass"] = [kept[i] if kept else 1.0 for i in range(body["usage"]["completion_tokens"])]
+    body["precgraph"] = {"digest": digest, "weights_version": record["versions"][0]}
+    answer.content = json.dumps(body).encode()
+
+
+def _require_one_answer(request: dict[str, Any]) -> None:
+    prompt = request.get("prompt")
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
+    refused = {
+        "stream": bool(request.get("stream")),
+        "n": (request.get("n") or 1) != 1,
+        "use_beam_search": bool(request.get("use_beam_search")),
+        "prompt": several,
+    }
+    for name, given in refused.items():
+        if given:
+            raise InputError(
+                "an answer with its kept mass is whole, and of one sequence", path=name,
+                remedy="send a request for each, without stream: the prefix cache shares their blocks",
+            )  # fmt: skip
+
+
+def _require_one_engine(parallel: Any) -> None:
+    """A server asks the first of its engines only."""
+    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+        raise UnsupportedModelError(
+            f"data_parallel_size = {parallel.data_parallel_size} behind one server: only the first engine's records "
+            "can be asked for",
+            remedy="start a server for each engine, or pass --data-parallel-external-lb",
+        )
+
+
+def _parsed(content: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("vllm_xargs") or {}, dict) else None
+
+
+async def _body(receive: Receive) -> bytes:
+    parts = []
+    while True:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        if not message.get("more_body"):  # a client that has gone sends none either
+            return b"".join(parts)
+
+
+def _replayed(content: bytes, receive: Receive) -> Receive:
+    """``content`` first, then what ``receive`` still gets: that the client has gone."""
+    left = [content]
+
+    async def replay() -> Message:
+        return {"type": "http.request", "body": left.pop()} if left else await receive()
+
+    return replay
+
+
+def _sized(scope: Message, content: bytes) -> Message:
+    """A message with the length of another content among its headers."""
+    kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
+    return {**scope, "headers": [*kept, (b"content-length", str(len(content)).encode())]}
+
+
+async def _refuse(send: Send, status: int, error: PrecGraphError) -> None:
+    """An error as vLLM's server words it."""
+    said = {"message": str(error), "type": type(error).__name__, "param": error.path, "code": status}
+    answer = _Answer(status, [(b"content-type", b"application/json")], json.dumps({"error": said}).encode())
+    await answer.send(send)

@@ -1,0 +1,36 @@
+"""What a worker answers to a call of precgraph's: plain data, errors included.
+
+vLLM turns an exception of a worker in another process into text.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import precgraph.errors
+from precgraph.errors import PrecGraphError
+
+Reply = dict[str, Any]
+
+
+def replies(call: Callable[..., Any]) -> Callable[..., Reply]:
+    """The result under ``value``, or a typed error under ``error``."""
+
+    @functools.wraps(call)
+    def reply(*args: Any, **kwargs: Any) -> Reply:
+        try:
+            return {"value": call(*args, **kwargs)}
+        except PrecGraphError as error:
+            return {"error": [type(error).__name__, error.message, error.path, error.remedy]}
+
+    return reply
+
+
+def value_of(reply: Reply) -> Any:
+    """The result of a reply; its typed error is raised again."""
+    if "error" in reply:
+        name, message, path, remedy = reply["error"]
+        raise getattr(precgraph.errors, name)(message, path=path, remedy=remedy)
+    return reply["value"]

@@ -1,0 +1,174 @@
+"""The middleware of vLLM's server, around an application and an engine that are played; no vLLM is needed.
+
+``test_processes.py`` runs the real server with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from precgraph.runtime.vllm import RECORD
+from precgraph.runtime.vllm.http import PATHS, SampleFields
+
+ONE = {"prompt": [5, 6, 7], "max_tokens": 3, "top_p": 0.9}
+
+
+class Engine:
+    """Answers ``precgraph_take`` from ``records``, by the order of requests."""
+
+    def __init__(self, *records: dict[str, Any], replicas: int = 1, external: bool = False) -> None:
+        self.records, self.taken, self.named = list(records), 0, [""]
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(data_parallel_size=replicas, data_parallel_external_lb=external)
+        )
+
+    async def collective_rpc(self, method: str, args: tuple[list[str]]) -> list[Any]:
+        assert method == "precgraph_take" and args == (self.named,)
+        found = dict(zip(self.named, self.records[self.taken : self.taken + 1], strict=False))
+        self.taken += 1
+        return [{"value": {"digest": "abc", "records": found}}]
+
+
+def ask(
+    engine: Engine, request: Any, *, path: str = "/v1/completions", status: int = 200, answer: Any = "made",
+) -> tuple[int, Any, list[dict[str, Any]]]:  # fmt: skip
+    """Status and content that the client gets, and the requests that reached the application."""
+    made = {"choices": [{"text": "€"}], "usage": {"completion_tokens": 3}} if answer == "made" else answer
+    seen: list[dict[str, Any]] = []
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        assert int(dict(scope["headers"])[b"content-length"]) == len(message["body"])
+        seen.append(json.loads(message["body"]) if status == 200 else {})
+        engine.named[0] = (seen[-1].get("vllm_xargs") or {}).get(RECORD, "")
+        if isinstance(made, Exception):
+            raise made
+        content = json.dumps(made).encode()
+        await send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [(b"content-length", str(len(content)).encode())],
+            }
+        )
+        await send({"type": "http.response.body", "body": content[:5], "more_body": True})
+        await send({"type": "http.response.body", "body": content[5:]})
+
+    content = request if isinstance(request, bytes) else json.dumps(request).encode()
+    parts: list[dict[str, Any]] = [{"type": "http.request", "body": content}]
+    if path in PATHS:
+        parts = [{"type": "http.request", "body": content[:4], "more_body": True}, {**parts[0], "body": content[4:]}]
+
+    async def receive() -> Any:
+        return parts.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/root" + path, "root_path": "/root",
+        "headers": [(b"content-length", str(len(content)).encode())],
+        "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+    }  # fmt: skip
+    asyncio.run(SampleFields(application)(scope, receive, send))
+    start, *rest = sent
+    body = b"".join(m["body"] for m in rest)
+    assert dict(start["headers"])[b"content-length"] == str(len(body)).encode()
+    return start["status"], json.loads(body), seen
+
+
+def test_a_truncated_answer_has_its_kept_mass() -> None:
+    """Indices of a JSON or msgpack key; a token drawn beyond the last one, as asynchronous scheduling does, is left."""
+    mass = {"0": 0.25, "2": 1 / 3, "1": 0.5, "3": 0.1}
+    engine = Engine({"versions": [7], "kept_mass": mass})
+    status, found, (request,) = ask(engine, ONE | {"vllm_xargs": {"theirs": 1}})
+    assert status == 200 and found["choices"] == [{"text": "€", "kept_mass": [0.25, 0.5, 1 / 3]}]
+    assert found["precgraph"] == {"digest": "abc", "weights_version": 7}
+    assert request["vllm_xargs"] == {"theirs": 1, RECORD: engine.named[0]} and len(engine.named[0]) == 16
+    assert {k: v for k, v in request.items() if k != "vllm_xargs"} == ONE
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_without_truncation_it_is_one(path: str) -> None:
+    found = ask(Engine({"versions": [1], "kept_mass": {}}), {"messages": []}, path=path)[1]
+    assert found["choices"][0]["kept_mass"] == [1.0, 1.0, 1.0] and found["precgraph"]["weights_version"] == 1
+
+
+def test_each_request_has_a_name_of_its_own() -> None:
+    engine = Engine(*[{"versions": [1], "kept_mass": {}}] * 2)
+    names = [ask(engine, ONE | {"vllm_xargs": {RECORD: "forged"}})[2][0]["vllm_xargs"][RECORD] for _ in range(2)]
+    assert len({*names, "forged"}) == 3
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"stream": True}, "stream"), ({"n": 2}, "n"), ({"use_beam_search": True}, "use_beam_search"),
+        ({"prompt": [[1], [2]]}, "prompt"), ({"prompt": ["a", "b"]}, "prompt"),
+    ],
+)  # fmt: skip
+def test_answers_without_a_place_are_refused(more: dict[str, Any], name: str) -> None:
+    engine = Engine()
+    status, found, seen = ask(engine, ONE | more)
+    assert (status, found["error"]["param"], found["error"]["type"]) == (400, name, "InputError")
+    assert "of one sequence; send a request for each" in found["error"]["message"]
+    assert not seen and not engine.taken
+
+
+@pytest.mark.parametrize("prompt", ["text", ["text"], [[5, 6]], [5, 6]])
+def test_one_prompt_in_every_spelling(prompt: Any) -> None:
+    request = {"prompt": prompt, "stream": False, "n": None, "use_beam_search": False}
+    assert ask(Engine({"versions": [1], "kept_mass": {}}), request)[0] == 200
+
+
+def test_weights_that_changed_are_not_served_as_one_version() -> None:
+    status, found, _ = ask(Engine({"versions": [3, 4], "kept_mass": {}}), ONE)
+    assert status == 503 and "changed during the request, versions [3, 4]; ask again" in found["error"]["message"]
+
+
+def test_a_missing_record_is_not_taken_for_one() -> None:
+    status, found, _ = ask(Engine(), ONE)
+    assert status == 503 and found["error"]["message"].startswith("the engine kept no record")
+
+
+@pytest.mark.parametrize(("external", "wanted"), [(False, 400), (True, 200)])
+def test_several_engines_behind_a_server(external: bool, wanted: int) -> None:
+    engine = Engine({"versions": [1], "kept_mass": {}}, replicas=2, external=external)
+    status, found, _ = ask(engine, ONE)
+    assert status == wanted
+    if wanted == 400:
+        assert "data_parallel_size = 2 behind one server" in found["error"]["message"]
+
+
+def test_what_the_server_refuses_passes_and_asks_no_worker() -> None:
+    engine = Engine()
+    assert ask(engine, ONE, status=401, answer={"error": "Unauthorized"})[:2] == (401, {"error": "Unauthorized"})
+    assert engine.taken == 0
+
+
+@pytest.mark.parametrize("content", [b"{'a'", b"[1]", b'{"vllm_xargs": 3}'])
+def test_what_is_no_request_is_the_servers_to_refuse(content: bytes) -> None:
+    assert ask(Engine(), content, status=400, answer={"error": "bad"})[:2] == (400, {"error": "bad"})
+
+
+def test_other_routes_pass() -> None:
+    assert ask(Engine(), {"a": 1}, path="/tokenize")[1:] == (
+        {"choices": [{"text": "€"}], "usage": {"completion_tokens": 3}}, [{"a": 1}],
+    )  # fmt: skip
+
+
+def test_a_request_that_breaks_off_leaves_no_record() -> None:
+    engine = Engine({"versions": [1], "kept_mass": {"0": 0.5}})
+    with pytest.raises(RuntimeError, match="broke off"):
+        ask(engine, ONE, answer=RuntimeError("broke off"))
+    assert engine.taken == 1
+
+
+def test_a_client_that_has_gone_gets_no_answer() -> None:
+    assert ask(Engine({"versions": [1], "kept_mass": {"0": 0.5}}), ONE, answer=None)[:2] == (200, None)

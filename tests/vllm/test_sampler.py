@@ -1,0 +1,107 @@
+"""The sampler's records: what is noted of a request until somebody asks for it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from precgraph.errors import InputError
+from precgraph.runtime.sampling import SamplingParams, sample
+from precgraph.runtime.vllm import RECORD, SEED
+
+pytestmark = pytest.mark.vllm
+PLAIN = SimpleNamespace(
+    no_penalties=True, allowed_token_ids_mask=None, bad_words_token_ids={}, generators={}, max_num_logprobs=None
+)
+
+
+class Played:
+    """A sampler with a runner that is played: requests come, get tokens and go."""
+
+    def __init__(self) -> None:
+        from precgraph.runtime.vllm.sampler import ExactSampler
+
+        self.version = 1
+        self.runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[]), requests={})
+        inner: Any = torch.nn.Module()
+        inner.logprobs_mode = "processed_logprobs"
+        self.sampler = ExactSampler(inner, self.runner, 0, lambda: self.version)
+
+    def begin(self, name: str, record: str | None, **params: Any) -> None:
+        from vllm import SamplingParams as VllmParams
+
+        own = {SEED: 7} if record is None else {SEED: 7, RECORD: record}
+        asked = VllmParams(extra_args=own, **params)
+        self.runner.requests[name] = SimpleNamespace(sampling_params=asked, output_token_ids=[])
+
+    def step(self, logits: torch.Tensor, counted: bool = True) -> None:
+        self.runner.input_batch.req_ids = list(self.runner.requests)
+        drawn = self.sampler(logits, PLAIN).sampled_token_ids
+        for request, token in zip(self.runner.requests.values(), drawn, strict=True):
+            request.output_token_ids += [int(token)] * counted
+
+    def take(self, *names: str) -> dict[str, tuple[set[int], dict[int, float]]]:
+        return {n: (r.versions, r.kept_mass) for n, r in self.sampler.take(list(names)).items()}
+
+
+def logits(seed: int, rows: int) -> torch.Tensor:
+    return torch.randn(rows, 300, generator=torch.Generator().manual_seed(seed))
+
+
+def kept(x: torch.Tensor, params: SamplingParams) -> float:
+    return float(sample(x[None], [params], [0.0]).kept_mass)
+
+
+def test_records_are_taken_one_by_one() -> None:
+    """A server's requests end at different times: asking for one leaves those of the others as they are."""
+    played = Played()
+    played.begin("a", "A", top_p=0.5)
+    played.begin("b", None, top_p=0.5)
+    played.begin("c", "C", top_k=3)
+    steps = [logits(0, 3), logits(1, 3)]
+    played.step(logits(9, 3), counted=False)  # a prefill in chunks draws too; what it draws does not count
+    for x in steps:
+        played.step(x)
+    assert played.take("A") == {"A": ({1}, {i: kept(x[0], SamplingParams(top_p=0.5)) for i, x in enumerate(steps)})}
+    last = logits(2, 3)
+    played.step(last)
+    wanted = {i: kept(x[2], SamplingParams(top_k=3)) for i, x in enumerate([*steps, last])}
+    assert played.take("C", "unknown") == {"C": ({1}, wanted)} and all(0 < mass < 1 for mass in wanted.values())
+    assert played.take("A", "C") == {}
+
+
+def test_a_request_that_may_draw_anything_has_a_version_and_no_mass() -> None:
+    played = Played()
+    played.begin("a", "A")
+    played.begin("b", "B", temperature=0.0, top_p=0.5)
+    played.step(logits(0, 2))
+    assert played.take("A", "B") == {"A": ({1}, {}), "B": ({1}, {})}
+
+
+def test_every_version_of_the_weights_that_a_request_ran_on() -> None:
+    played = Played()
+    played.begin("a", "A")
+    played.step(logits(0, 1))
+    played.version = 2
+    played.begin("b", "B")
+    played.step(logits(0, 2))
+    del played.runner.requests["a"]
+    played.version = 3
+    played.begin("c", "C")
+    played.step(logits(0, 2))
+    assert played.take("A", "B", "C") == {"A": ({1, 2}, {}), "B": ({2, 3}, {}), "C": ({3}, {})}
+
+
+@pytest.mark.parametrize("own", [{SEED: "1"}, {SEED: -1}, {SEED: 2**63}, {SEED: [1]}, {RECORD: 3}, {RECORD: ["a"]}])
+def test_arguments_of_ours_of_another_kind_are_refused(own: dict[str, Any]) -> None:
+    """They may come over HTTP, as vllm_xargs; the engine would die of them."""
+    from vllm import SamplingParams as VllmParams
+
+    from precgraph.runtime.vllm.params import require_exact
+
+    require_exact(VllmParams(extra_args={SEED: 2**63 - 1, RECORD: "a", "theirs": [1]}))
+    with pytest.raises(InputError, match=next(iter(own))):
+        require_exact(VllmParams(extra_args=own))

@@ -5,6 +5,7 @@ A part that fails or takes too long costs its own numbers only; what it had repo
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -35,6 +36,42 @@ ENVIRONMENT = {
 def report(**values: Any) -> None:
     """In a part: hand values to the driver, at once."""
     print(f"\n{_MARK}{json.dumps(values)}", flush=True)
+
+
+def add_options(parser: argparse.ArgumentParser, limit: float) -> None:
+    """The options that :func:`drive` reads."""
+    parser.add_argument("--limit", type=float, default=limit, help="seconds that one part may take")
+    parser.add_argument("--logs", type=Path, default=Path("/tmp/precgraph-benchmarks/logs"))
+    parser.add_argument("--results", help="another file than benchmarks/results.csv")
+    parser.add_argument("--commit", help="the commit, where the tree has no history")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+
+
+def drive(
+    benchmark: str,
+    names: Sequence[str],
+    options: argparse.Namespace,
+    rows: Callable[[str, dict[str, Any]], Sequence[Result]],
+) -> None:
+    """Run ``benchmarks.gpu.<benchmark> --part NAME`` for each name; print what it reports, and keep its ``rows``."""
+    if options.commit:
+        os.environ["BENCHMARK_COMMIT"] = options.commit
+    options.logs.mkdir(parents=True, exist_ok=True)
+    given = [a for a in sys.argv[1:] if a != "--"]
+    for name in names:
+        begun = time.monotonic()
+        print(f"== {name}", flush=True)
+        for found in parts(
+            f"benchmarks.gpu.{benchmark}", [*given, "--part", name], name=f"{benchmark}-{name}",
+            logs=options.logs, limit=options.limit,
+        ):  # fmt: skip
+            if "problem" in found:
+                print(f"   PROBLEM: {found['problem']}", flush=True)
+                continue
+            line = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()]
+            print("   " + "  ".join(line), flush=True)
+            append(benchmark, rows(name, found), Path(options.results) if options.results else FILE)
+        print(f"   {time.monotonic() - begun:.0f} s in all", flush=True)
 
 
 def parts(
@@ -101,11 +138,6 @@ def _plugin_folder() -> str:
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: precgraph\nVersion: 0\n")
     (made / "entry_points.txt").write_text("[vllm.general_plugins]\nprecgraph = precgraph.runtime.vllm:register\n")
     return str(folder)
-
-
-def keep(benchmark: str, results: Sequence[Result], file: str | None) -> None:
-    """Add rows to the results, or to another file."""
-    append(benchmark, results, Path(file) if file else FILE)
 
 
 # ------------------------------------------------------------------------------------------ models

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import random
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks.common.engines import folder_of, keep, parts, qwen3_8b, random_model, report, smollm2
+from benchmarks.common.engines import add_options, drive, folder_of, qwen3_8b, random_model, report, smollm2
 from benchmarks.common.results import Result
 
 ENGINES = ("kernels", "ours", "bf16", "fp8", "sync", "ipc")
@@ -41,11 +39,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=1024)
     parser.add_argument("--warmup-len", type=int, default=16, help="new tokens of the run that warms up")
     parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--limit", type=float, default=900, help="seconds that one engine may take")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/precgraph-benchmarks/logs"))
-    parser.add_argument("--results", help="another file than benchmarks/results.csv")
-    parser.add_argument("--commit", help="the commit, where the tree has no history")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    add_options(parser, limit=900)
     return parser.parse_args()
 
 
@@ -57,43 +51,23 @@ def main() -> None:
     if options.part:
         PARTS[options.part](options)
         return
-    if options.commit:
-        os.environ["BENCHMARK_COMMIT"] = options.commit
-    options.logs.mkdir(parents=True, exist_ok=True)
     speeds: dict[tuple[str, int], float] = {}
-    for engine in options.engines:
-        begun = time.monotonic()
-        passed = [a for a in sys.argv[1:] if a != "--"]
-        print(f"== {engine}", flush=True)
-        for found in parts(
-            "benchmarks.gpu.rollout", [*passed, "--part", engine], name=f"rollout-{engine}", logs=options.logs,
-            limit=options.limit,
-        ):  # fmt: skip
-            show(engine, found, options, speeds)
-        print(f"   {time.monotonic() - begun:.0f} s in all", flush=True)
+
+    def rows(engine: str, found: dict[str, Any]) -> list[Result]:
+        shape = f"Qwen3-8B shapes, {options.layers} layers"
+        if "requests" in found:
+            shape += f", {found['requests']} x ({options.input_len} + {options.output_len})"
+            speeds[engine, found["requests"]] = found["tokens/s"]
+        name = NAMES.get(engine, engine)
+        return [Result(shape, f"{name}, {k}", float(found[k]), unit) for k, unit in UNITS.items() if k in found]
+
+    drive("rollout", options.engines, options, rows)
     for requests in options.requests:
         line = [f"{name} {speeds[name, requests]:.0f}" for name in NAMES if (name, requests) in speeds]
         for other in ("bf16", "fp8"):
             if ("ours", requests) in speeds and (other, requests) in speeds:
                 line.append(f"ours / {other} {speeds['ours', requests] / speeds[other, requests]:.3f}")
         print(f"{requests:4d} requests: {', '.join(line)}", flush=True)
-
-
-def show(engine: str, found: dict[str, Any], options: argparse.Namespace, speeds: dict[tuple[str, int], float]) -> None:
-    """Print what a part reports, and keep its numbers."""
-    if "problem" in found:
-        print(f"   PROBLEM: {found['problem']}", flush=True)
-        return
-    print(
-        "   " + "  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()), flush=True
-    )
-    shape = f"Qwen3-8B shapes, {options.layers} layers"
-    if "requests" in found:
-        shape += f", {found['requests']} x ({options.input_len} + {options.output_len})"
-        speeds[engine, found["requests"]] = found["tokens/s"]
-    name = NAMES.get(engine, engine)
-    rows = [Result(shape, f"{name}, {k}", float(found[k]), unit) for k, unit in UNITS.items() if k in found]
-    keep("rollout", rows, options.results)
 
 
 # ------------------------------------------------------------------------------------------- parts

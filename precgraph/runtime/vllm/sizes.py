@@ -13,6 +13,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from precgraph.runtime.sizes import next_size
+
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
@@ -32,10 +34,11 @@ class Sizes:
 
 
 def sizes_of(vllm_config: Any) -> Sizes:
-    """The sizes at which vLLM captures graphs, and above them a few up to the largest step: 2^n and 3 * 2^(n-1)."""
+    """The sizes at which vLLM captures graphs, and above them those of the trainer's calls, up to the largest step."""
     captured = list(vllm_config.compilation_config.cudagraph_capture_sizes or [])
     scheduler = vllm_config.scheduler_config
     largest = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    coarse = {size for n in range(largest.bit_length()) for size in (1 << n, 3 << n >> 1)}
-    above = {size for size in coarse if max(captured, default=0) < size < largest}
+    above: list[int] = []
+    while (size := next_size(max([0, *captured, *above]) + 1)) < largest:
+        above.append(size)
     return Sizes(tuple(sorted({*captured, *above, largest})))

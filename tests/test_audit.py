@@ -264,5 +264,7 @@ def test_the_plot(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="needs matplotlib"):
             plot(found, tmp_path / "x.png")
     else:
+        with pytest.raises(InputError, match="x.abc: cannot be drawn"):
+            plot(found, tmp_path / "x.abc")
         plot(found, tmp_path / "x.png")
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

@@ -98,6 +98,14 @@ def test_a_place_that_is_none_is_said_before_the_work(option: str, target: str) 
         assert run("bisect", "no/such/model", "-o", target).stderr == run("env", "-o", target).stderr == result.stderr
 
 
+def test_out_of_memory_is_no_bug(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*args: object) -> None:
+        torch.empty(2**60, dtype=torch.uint8)
+
+    monkeypatch.setattr("precgraph.checking.lowered", allocate)
+    assert_error(run("check", llama), "out of memory; take fewer tokens")
+
+
 def test_libraries_say_nothing(tmp_path: Path) -> None:
     """transformers warns of special tokens outside the vocabulary when it is first imported and reads the config."""
     data = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "vocab_size": 97, "n_layer": 1}

@@ -31,9 +31,9 @@ NAMES: dict[str, tuple[str, ...]] = {
 
 # What a number must be: in words, and as a condition on finite ones.
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "temperature": ("a number above 0 (greedy tokens are scored at 1)", lambda v: v > 0),
+    "temperature": ("a number above 0", lambda v: v > 0),
     "top_p": ("a number above 0 and at most 1", lambda v: 0 < v <= 1),
-    "top_k": ("a whole number (0 or -1: all)", lambda v: v >= -1 and v == int(v)),
+    "top_k": ("a whole number from -1", lambda v: v >= -1 and v == int(v)),
     "min_p": ("a number from 0 to 1", lambda v: 0 <= v <= 1),
 }
 
@@ -116,7 +116,7 @@ def _number(data: Mapping[str, Any], key: str, where: str) -> float | None:
         return None
     words, holds = _RANGES.get(key, ("a finite number", lambda _: True))
     if type(value) not in (int, float) or not _is_finite(value) or not holds(value):
-        raise InputError(f"{key} = {value!r} is not {words}", path=where, remedy=f"log {words}, or leave it out")
+        raise InputError(f"{key} = {value!r} is not {words}", path=where, remedy="leave it out where it is not used")
     return float(value)
 
 

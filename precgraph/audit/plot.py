@@ -30,4 +30,7 @@ def plot(found: Audit, path: str | Path, limit: int = 20000) -> None:
     d.plot(rollout, trainer, ".", markersize=2)
     d.axline((0, 0), slope=1, linewidth=0.8)
     d.set(title="log-probabilities", xlabel="rollout", ylabel="trainer")
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except ValueError as error:  # an ending that is no format
+        raise InputError(f"cannot be drawn: {error}", path=str(path), remedy="name a .png, .svg or .pdf") from None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from precgraph.cli.console import console, guarded, progress, write_json
+from precgraph.cli.console import console, guarded, progress, require_place, write_json
 from precgraph.cli.results import Json
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def audit(
     trainer_token_ids, entropy, kept_mass, mask, temperature, top_p, id.
     Exit code 0: no defect; 1: a defect; 2: could not judge.
     """
+    require_place(plot)
     with progress() as step:
         step(f"reading {log}")
         from precgraph.audit import audit as judge

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 D = TypeVar("D")
+_NO_MEMORY = "can't allocate memory"  # torch's words on a CPU, in a plain RuntimeError
 _VERBOSITY = "TRANSFORMERS_VERBOSITY"
 PIPED_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
@@ -56,6 +57,8 @@ def guarded(command: Callable[P, None]) -> Callable[P, None]:
         except OSError as error:
             _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         except Exception as error:
+            if isinstance(error, MemoryError) or "OutOfMemory" in type(error).__name__ or _NO_MEMORY in str(error):
+                _fail("out of memory; take fewer tokens, a smaller model or a larger machine")
             # 1 would say "inconsistent", and a bug says nothing about that.
             _fail(f"internal error, {type(error).__name__}: {error}; please report it with the output of --debug")
 

@@ -37,7 +37,6 @@ from precgraph.lowering.triton.primitives import (
 )
 
 _MAX_WIDTH = 16384  # a row has to fit the registers of one program
-_STAGES = 2  # of the backward's loop over rows: the next one is on its way to shared memory
 _ROWS_A_PROGRAM = 32  # of the backward: how many rows one partial sum of dweight covers
 
 
@@ -165,18 +164,17 @@ def rms_norm_backward(
         C,
         _piece(C),
         _ROWS_A_PROGRAM,
-        _STAGES,
         num_warps=8,
         **EXACT,
     )
-    return dx, sum_rows(partial).to(weight.dtype)
+    return dx, sum_rows(partial, weight.dtype)
 
 
-def sum_rows(partial: Tensor) -> Tensor:
-    """fp32 ``[R, C] -> [C]``, in an order that depends on R and C alone."""
+def sum_rows(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """fp32 ``[R, C] -> [C]``, in an order that depends on R and C alone, then rounded."""
     R, C = partial.shape
-    out = torch.empty(C, dtype=torch.float32, device=partial.device)
-    _sum_rows_kernel[(ceil_div(C, 32),)](partial, out, R, C, num_warps=4, **EXACT)
+    out = torch.empty(C, dtype=dtype, device=partial.device)
+    _sum_rows_kernel[(ceil_div(C, 8),)](partial, out, R, C, num_warps=4, **EXACT)
     return out
 
 
@@ -364,49 +362,42 @@ def _backward_kernel(
     C: tl.constexpr,
     PIECE: tl.constexpr,
     ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """``ROWS`` rows, one at a time, and their sum of ``dy * x̂``."""
+    """``ROWS`` rows, one at a time while the next one is on its way, and their sum of ``dy * x̂``."""
     pieces: tl.constexpr = (C + PIECE - 1) // PIECE
     lane = tl.arange(0, PIECE)[None, :]
     sums = ()
-    gains = ()
-    for p in tl.static_range(pieces):
+    for _ in tl.static_range(pieces):
         sums = sums + (tl.zeros([1, PIECE], tl.float32),)  # noqa: RUF005
-        gains = gains + (tl.load(weight + p * PIECE + lane, mask=p * PIECE + lane < C, other=0.0),)  # noqa: RUF005
-    for i in tl.range(0, ROWS, num_stages=STAGES):
-        row = tl.program_id(0) * ROWS + i
-        at = row.to(tl.int64)
-        values = ()
-        grads = ()
-        squares = tl.zeros([1, PIECE], tl.float32)
-        for p in tl.static_range(pieces):
-            cols = p * PIECE + lane
-            inside = (row < T) & (cols < C)
-            value = tl.load(x + at * x_stride + cols, mask=inside, other=0.0)
-            values = values + (value,)  # noqa: RUF005
-            grads = grads + (tl.load(dy + at * dy_stride + cols, mask=inside, other=0.0),)  # noqa: RUF005
-            squares = squares + value.to(tl.float32) * value.to(tl.float32)
-        root = reciprocal_root(halving_sum(squares), eps, C)[:, None]
+    first = tl.program_id(0) * ROWS
+    end = tl.minimum(first + ROWS, T)
+    values = _load_row(x, first, x_stride, end, C, PIECE, "evict_first")
+    grads = _load_row(dy, first, dy_stride, end, C, PIECE, "evict_first")
+    for row in tl.range(first, end, num_stages=1):
+        next_values = _load_row(x, row + 1, x_stride, end, C, PIECE, "evict_first")
+        next_grads = _load_row(dy, row + 1, dy_stride, end, C, PIECE, "evict_first")
+        if residual is not None:
+            others = _load_row(residual, row, residual_stride, end, C, PIECE, "evict_first")
+        root = _root_of(values, eps, C)[:, None]
         products = tl.zeros([1, PIECE], tl.float32)
         next_sums = ()
+        weighed = ()
         for p in tl.static_range(pieces):
             normed = values[p].to(tl.float32) * root
-            grad = grads[p].to(tl.float32)
-            next_sums = next_sums + (sums[p] + grad * bf16(normed),)  # noqa: RUF005
-            products = products + bf16(grad * gains[p].to(tl.float32)) * normed
+            next_sums = next_sums + (tl.fma(grads[p].to(tl.float32), bf16(normed), sums[p]),)  # noqa: RUF005
+            weighed = weighed + (grads[p] * _gain(weight, p * PIECE + lane, C),)  # noqa: RUF005
+            products = products + weighed[p].to(tl.float32) * normed
         sums = next_sums
-        mean = tl.div_rn(halving_sum(products), tl.full([1], C, tl.float32))[:, None]
+        average = mean(halving_sum(products), C)[:, None]
         for p in tl.static_range(pieces):
             cols = p * PIECE + lane
-            inside = (row < T) & (cols < C)
             normed = values[p].to(tl.float32) * root
-            grad = bf16(grads[p].to(tl.float32) * gains[p].to(tl.float32))
-            into = (root * (grad - normed * mean)).to(tl.bfloat16)
+            into = (root * (weighed[p].to(tl.float32) - normed * average)).to(tl.bfloat16)
             if residual is not None:
-                other = tl.load(residual + at * residual_stride + cols, mask=inside, other=0.0)
-                into = (into.to(tl.float32) + other.to(tl.float32)).to(tl.bfloat16)
-            tl.store(dx + at * C + cols, into, mask=inside)
+                into = into + others[p]
+            tl.store(dx + row.to(tl.int64) * C + cols, into, mask=cols < C)
+        values = next_values
+        grads = next_grads
     for p in tl.static_range(pieces):
         cols = p * PIECE + lane
         tl.store(partial + tl.program_id(0).to(tl.int64) * C + cols, sums[p], mask=cols < C)
@@ -414,11 +405,15 @@ def _backward_kernel(
 
 @triton.jit(do_not_specialize=["R"])
 def _sum_rows_kernel(x, out, R, C: tl.constexpr):
-    """32 columns: 128 rows at a time, in order, then those 128 sums by halves."""
-    cols = tl.program_id(0) * 32 + tl.arange(0, 32)
-    rows = tl.arange(0, 128)
-    total = tl.zeros([128, 32], tl.float32)
-    for start in range(0, R, 128):
-        inside = (start + rows[:, None] < R) & (cols[None, :] < C)
-        total += tl.load(x + (start + rows)[:, None].to(tl.int64) * C + cols[None, :], mask=inside, other=0.0)
-    tl.store(out + cols, halving_sum(tl.trans(total)), mask=cols < C)
+    """8 columns: 128 rows at a time, in order, then those 128 sums by halves; four such loads are on their way."""
+    cols = tl.program_id(0) * 8 + tl.arange(0, 8)
+    total = tl.zeros([128, 8], tl.float32)
+    for start in range(0, R, 512):
+        parts = ()
+        for i in tl.static_range(4):
+            rows = start + i * 128 + tl.arange(0, 128)[:, None]
+            inside = (rows < R) & (cols[None, :] < C)
+            parts = parts + (tl.load(x + rows.to(tl.int64) * C + cols[None, :], mask=inside, other=0.0),)  # noqa: RUF005
+        for i in tl.static_range(4):
+            total += parts[i]
+    tl.store(out + cols, halving_sum(tl.trans(total)).to(out.dtype.element_ty), mask=cols < C)

@@ -104,7 +104,7 @@ def _backward(
         num_warps=4,
         **EXACT,
     )
-    return dx, None if partial is None or weight is None else sum_rows(partial).to(weight.dtype)
+    return dx, None if partial is None or weight is None else sum_rows(partial, weight.dtype)
 
 
 def _check(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, wide: bool) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from precgraph.errors import LoweringError
+from precgraph.errors import InputError, LoweringError
 from precgraph.formats import Format, quantize
+from precgraph.lowering.triton import kernels
 from precgraph.lowering.triton import quantize as q
 from tests.gpu.same import ROWS, RULES, TOKENS, assert_quantized, awkward, same_bits
 
@@ -57,6 +58,51 @@ def test_strided_and_batched_inputs() -> None:
         rows, tokens = q.quantize_both(x, ROWS, TOKENS)
         assert_quantized(rows, x, ROWS)
         assert_quantized(tokens, x, TOKENS)
+
+
+@pytest.mark.parametrize("widths", [(512, 128, 128), (256, 128), (128, 384, 256)])
+@pytest.mark.parametrize("count", [1, 7, 129, 1000])
+def test_parts_are_quantised_where_they_are(widths: tuple[int, ...], count: int) -> None:
+    dense = [awkward(count, width, seed=width + i) for i, width in enumerate(widths)]
+    wide = awkward(count, sum(widths) + 64)
+    strided = list(wide[:, 64:].split(widths, dim=1))
+    for parts in (dense, strided, [dense[0], *strided[1:]], [torch.zeros_like(dense[0]), *dense[1:]]):
+        whole = torch.cat(parts, dim=1)
+        rows, tokens = q.quantize_parts(parts, ROWS, TOKENS)
+        assert rows is not None and tokens is not None
+        assert_quantized(rows, whole, ROWS)
+        assert_quantized(tokens, whole, TOKENS)
+        rows, absent = q.quantize_parts(parts, ROWS, None)
+        assert rows is not None and absent is None
+        assert_quantized(rows, whole, ROWS)
+        absent, tokens = q.quantize_parts(parts, None, TOKENS)
+        assert tokens is not None and absent is None
+        assert_quantized(tokens, whole, TOKENS)
+
+
+def test_parts_of_every_dtype() -> None:
+    for dtype in (torch.float16, torch.float32):
+        parts = [awkward(130, width, seed=width, dtype=dtype) for width in (256, 128, 384)]
+        rows, tokens = q.quantize_parts(parts, ROWS, TOKENS)
+        assert rows is not None and tokens is not None
+        assert_quantized(rows, torch.cat(parts, dim=1), ROWS)
+        assert_quantized(tokens, torch.cat(parts, dim=1), TOKENS)
+
+
+@pytest.mark.parametrize("widths", [(512, 128, 128), (576, 192, 192), (128, 128, 128, 128), (576,)])
+def test_a_projection_groups_gradients_are_read_or_joined(widths: tuple[int, ...]) -> None:
+    for count in (1, 129, 1000):
+        parts = list(awkward(1, count, sum(widths)).split(widths, dim=-1))
+        places = [(g, i) for i in range(len(widths)) for g in ("1x128", "128x1")]
+        made = kernels._run_quantize_parts(parts, ROWS, TOKENS, places)
+        for (granularity, i), quantized in zip(places, made, strict=True):
+            assert_quantized(quantized, parts[i], ROWS if granularity == "1x128" else TOKENS)
+
+
+def test_parts_that_no_kernel_reads_side_by_side_are_refused() -> None:
+    for widths in ((576, 192, 192), (128, 128, 128, 128)):
+        with pytest.raises(InputError, match="join them"):
+            q.quantize_parts([awkward(4, width) for width in widths], ROWS, TOKENS)
 
 
 def test_layouts_are_what_deep_gemm_reads() -> None:

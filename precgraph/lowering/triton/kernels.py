@@ -314,16 +314,16 @@ def _quantize_parts(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | Non
 def _run_quantize_parts(
     parts: list[Tensor], rows: Format | None, tokens: Format | None, places: list[tuple[str, int]]
 ) -> list[QTensor]:
-    """The parts side by side, each padded to whole blocks, quantised at once: slices of the columns of one tensor."""
+    """The parts side by side, quantised at once: slices of the columns of one tensor.
+
+    They are read where they are, if the kernel can; else they are joined, each padded to whole blocks.
+    """
     flat = [p.reshape(-1, p.shape[-1]) for p in parts]
-    whole = parts[0] if len(parts) == 1 else torch.cat([pad_columns(p) for p in flat], dim=1)
-    made: dict[str, QTensor] = {}
-    if rows and tokens:
-        made[_ROWS], made[_TOKENS] = quantize.quantize_both(whole, rows, tokens)
-    elif rows:
-        made[_ROWS] = quantize.quantize_rows(whole, rows)
-    elif tokens:
-        made[_TOKENS] = quantize.quantize_tokens(whole, tokens)
+    whole = parts if len(parts) == 1 else flat
+    if not quantize.side_by_side(whole):
+        whole = [torch.cat([pad_columns(p) for p in flat], dim=1)]
+    both = zip((_ROWS, _TOKENS), quantize.quantize_parts(whole, rows, tokens), strict=True)
+    made = {name: q for name, q in both if q is not None}
     if len(parts) == 1:
         return [made[name] for name, _ in places]
     widths = [p.shape[1] for p in flat]

@@ -7,6 +7,8 @@ Bits are those of :func:`precgraph.formats.quantize`; layouts are those of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -47,44 +49,66 @@ from precgraph.lowering.triton.primitives import (
 )
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+PARTS = 3  # that :func:`quantize_parts` reads side by side
+
 _ROWS = 32  # of a tile that is only quantised along rows
 _AHEAD = tl.constexpr(2)  # chunks of a tile that are on their way while one is quantised
 
 
 def quantize_rows(x: Tensor, fmt: Format) -> QTensor:
     """``x [..., K]`` (bf16, fp16, fp32) in groups 1×128."""
-    rows, _ = _quantize(x, fmt, None)
+    rows, _ = quantize_parts((x,), fmt, None)
     assert rows is not None
     return rows
 
 
 def quantize_tokens(x: Tensor, fmt: Format) -> QTensor:
     """``x [..., K]`` in groups of 128 tokens (128×1), stored transposed."""
-    _, tokens = _quantize(x, None, fmt)
+    _, tokens = quantize_parts((x,), None, fmt)
     assert tokens is not None
     return tokens
 
 
 def quantize_both(x: Tensor, rows_fmt: Format, tokens_fmt: Format) -> tuple[QTensor, QTensor]:
     """:func:`quantize_rows` and :func:`quantize_tokens` in one read of ``x``."""
-    rows, tokens = _quantize(x, rows_fmt, tokens_fmt)
+    rows, tokens = quantize_parts((x,), rows_fmt, tokens_fmt)
     assert rows is not None and tokens is not None
     return rows, tokens
 
 
-def _quantize(x: Tensor, rows_fmt: Format | None, tokens_fmt: Format | None) -> tuple[QTensor | None, QTensor | None]:
-    require(x)
+def side_by_side(parts: Sequence[Tensor]) -> bool:
+    """Whether :func:`quantize_parts` can read ``parts`` where they are."""
+    if len(parts) == 1:
+        return True
+    alike = len({(p.dtype, p.device, p.shape[:-1]) for p in parts}) == 1
+    return len(parts) <= PARTS and alike and all(p.shape[-1] % GROUP == 0 for p in parts)
+
+
+def quantize_parts(
+    parts: Sequence[Tensor], rows_fmt: Format | None, tokens_fmt: Format | None
+) -> tuple[QTensor | None, QTensor | None]:
+    """``torch.cat(parts, -1)`` along rows and along tokens, in one read of parts that are :func:`side_by_side`."""
+    require(*parts)
+    x = parts[0]
+    if not side_by_side(parts):
+        raise InputError(
+            f"parts {[list(p.shape) for p in parts]} are not at most {PARTS} of one dtype in whole blocks of {GROUP}",
+            remedy="join them before they are quantised",
+        )
     if x.dtype not in _FLOATS or x.ndim == 0:
         raise InputError(f"cannot quantise a {x.ndim}-d {x.dtype} tensor", remedy="pass bf16, fp16 or fp32")
     rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
-    flat = flatten(x)
-    T, K = flat.shape
-    rows = new_rows(x.shape, rows_fmt, x.device)[0] if rows_fmt is not None else None
-    tokens = new_tokens(x.shape, tokens_fmt, x.device)[0] if tokens_fmt is not None else None
+    flat = [flatten(p) for p in parts]
+    T, ends = flat[0].shape[0], [sum(p.shape[1] for p in flat[: i + 1]) for i in range(len(flat))]
+    shape, width = torch.Size((*x.shape[:-1], ends[-1])), ends[-1]
+    rows = new_rows(shape, rows_fmt, x.device)[0] if rows_fmt is not None else None
+    tokens = new_tokens(shape, tokens_fmt, x.device)[0] if tokens_fmt is not None else None
+    absent = PARTS - len(flat)
+    sources = (*flat, *[None] * absent, *(p.stride(0) for p in flat), *[0] * absent)
+    meaning = (T, *ends, *[width] * absent, source(rows_fmt, tokens_fmt), rows_rule)
     height = GROUP if tokens is not None else _ROWS
-    grid = (ceil_div(T, height) * ceil_div(K, GROUP),)
-    operands = (flat, rows and rows.codes, rows and rows.scales)
-    meaning = (T, flat.stride(0), K, source(rows_fmt, tokens_fmt), rows_rule)
+    grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
+    operands = (*sources, rows and rows.codes, rows and rows.scales)
     if tokens is None:
         _rows_kernel[grid](*operands, *meaning, height, num_warps=4, **EXACT)
     else:
@@ -93,13 +117,36 @@ def _quantize(x: Tensor, rows_fmt: Format | None, tokens_fmt: Format | None) -> 
     return rows, tokens
 
 
+@triton.jit
+def _part(
+    first, second, third, first_stride, second_stride, third_stride, col, FIRST: tl.constexpr, SECOND: tl.constexpr
+):  # fmt: skip
+    """The part that has column ``col`` of all, as a pointer to which the column is added, and its stride."""
+    x, stride = first, tl.cast(first_stride, tl.int64)
+    if second is not None:  # noqa: SIM102 - one condition of the compiler's, one of the kernel's
+        if col >= FIRST:
+            x = second - FIRST
+            stride = tl.cast(second_stride, tl.int64)
+    if third is not None:  # noqa: SIM102
+        if col >= SECOND:
+            x = third - SECOND
+            stride = tl.cast(third_stride, tl.int64)
+    return x, stride
+
+
 @triton.jit(do_not_specialize=["T"])
 def _rows_kernel(
-    x,
+    first,
+    second,
+    third,
+    first_stride,
+    second_stride,
+    third_stride,
     codes,
     scales,
     T,
-    stride,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
     K: tl.constexpr,
     SOURCE: tl.constexpr,
     RULE: tl.constexpr,
@@ -108,6 +155,7 @@ def _rows_kernel(
     """One tile ``[ROWS, 128]``."""
     columns: tl.constexpr = (K + 127) // 128
     col = tl.program_id(0) % columns * 128
+    x, stride = _part(first, second, third, first_stride, second_stride, third_stride, col, FIRST, SECOND)
     rows = tl.program_id(0) // columns * ROWS + tl.arange(0, ROWS)
     cols = col + tl.arange(0, 128)
     value = load_tile(x, rows, cols, stride, inside_tile(rows, cols, T, K)).to(SOURCE)
@@ -116,13 +164,19 @@ def _rows_kernel(
 
 @gluon.jit(do_not_specialize=["T"])
 def _tiles_kernel(
-    x,
+    first,
+    second,
+    third,
+    first_stride,
+    second_stride,
+    third_stride,
     rows_codes,
     rows_scales,
     tokens_codes,
     tokens_scales,
     T,
-    stride,
+    FIRST: gl.constexpr,
+    SECOND: gl.constexpr,
     K: gl.constexpr,
     SOURCE: gl.constexpr,
     ROWS_RULE: gl.constexpr,
@@ -131,7 +185,9 @@ def _tiles_kernel(
     """One tile ``[128, 128]``: read once, in chunks of rows, written in each layout that is asked for."""
     columns: gl.constexpr = (K + 127) // 128
     line, column, rows, lanes = place(T, columns)
-    cols = column * 128 + lanes
+    col = column * 128
+    cols = col + lanes
+    x, stride = _part(first, second, third, first_stride, second_stride, third_stride, col, FIRST, SECOND)
     staged = stage(SOURCE)
     ahead = ()
     for n in gl.static_range(_AHEAD):
@@ -143,7 +199,7 @@ def _tiles_kernel(
         if ROWS_RULE is not None:
             at = rows + n * CHUNK
             store_groups(widen(y), rows_codes, rows_scales, at, cols, column, T, columns * 128, ROWS_RULE)
-    store_staged(staged, tokens_codes, tokens_scales, line, column * 128, T, K, K % 128 == 0, TOKENS_RULE)
+    store_staged(staged, tokens_codes, tokens_scales, line, col, T, K, K % 128 == 0, TOKENS_RULE)
 
 
 # -------------------------------------------------------------------------------------------- weights

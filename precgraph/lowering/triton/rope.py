@@ -1,4 +1,4 @@
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 # ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
 """Rotary position embedding, with the norm of queries and keys before it; forward and backward.
 
@@ -15,24 +15,35 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
-from precgraph.lowering.triton.norm import reciprocal_root, sum_rows
+from precgraph.lowering.triton.norm import mean, reciprocal_root, sum_rows, weighted
 from precgraph.lowering.triton.primitives import EXACT, bf16, ceil_div, halving_sum, negative, require
 
-_ROWS = 32  # heads of a tile
-_TILES = 8  # of a program of the backward with a norm: one partial sum of dweight
+_HEADS = 2  # heads whose loads are on their way together
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
     """Rotate ``x [1, T, H, D]`` by halves; ``cos, sin [1, T, D]`` bf16 (fp32 too, if ``wide``); contiguous bf16."""
-    return norm_rope(x, None, 0.0, cos, sin, wide=wide)
+    return _forward(x, None, 0.0, cos, sin, wide, back=False)
 
 
-def norm_rope(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
-    """``rope(rms_norm(x, weight, eps), cos, sin)``, the norm over D of each head; without a weight only rope."""
+def norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
+    """``rope(rms_norm(x, weight, eps), cos, sin)``, the norm over D of each head."""
+    return _forward(x, weight, eps, cos, sin, wide, back=False)
+
+
+def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
+    """``dx`` of :func:`rope`."""
+    return _forward(dy, None, 0.0, cos, sin, wide, back=True)
+
+
+def _forward(
+    x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, wide: bool, *, back: bool
+) -> Tensor:  # fmt: skip
     _check(x, weight, cos, sin, wide)
     _, T, H, D = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _forward_kernel[(ceil_div(T * H, _ROWS),)](
+    P, tokens = _tile(D)
+    _forward_kernel[(ceil_div(T, tokens) * ceil_div(H, _HEADS),)](
         x,
         weight,
         cos,
@@ -45,41 +56,31 @@ def norm_rope(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Te
         eps,
         H,
         D,
-        triton.next_power_of_2(D // 2),
-        _ROWS,
+        P,
+        tokens,
+        _HEADS,
         wide,
-        num_warps=4,
+        back,
+        num_warps=2,
         **EXACT,
     )
     return out
 
 
-def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
-    """``dx`` of :func:`rope`."""
-    dx, _ = _backward(dy, None, None, 0.0, cos, sin, wide)
-    return dx
-
-
 def norm_rope_backward(
     dy: Tensor, x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, *, wide: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """``(dx, dweight)`` of :func:`norm_rope`; dweight is summed in fp32, 256 heads at a time, then those sums."""
-    dx, dweight = _backward(dy, x, weight, eps, cos, sin, wide)
-    assert dweight is not None
-    return dx, dweight
+    """``(dx, dweight)`` of :func:`norm_rope`.
 
-
-def _backward(
-    dy: Tensor, x: Tensor | None, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, wide: bool
-) -> tuple[Tensor, Tensor | None]:
+    dweight is summed in fp32: over the heads of a token, a few tokens, then those sums in order.
+    """
     _check(dy, weight, cos, sin, wide)
-    if x is not None:
-        _check(x, weight, cos, sin, wide)
+    _check(x, weight, cos, sin, wide)
     _, T, H, D = dy.shape
     dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-    tiles = _TILES if weight is not None else 1
-    programs = ceil_div(T * H, _ROWS * tiles)
-    partial = torch.empty(programs, D, dtype=torch.float32, device=dy.device) if weight is not None else None
+    P, tokens = _tile(D)
+    programs = ceil_div(T, tokens)
+    partial = torch.empty(programs, D, dtype=torch.float32, device=dy.device)
     _backward_kernel[(programs,)](
         dy,
         x,
@@ -91,20 +92,26 @@ def _backward(
         T,
         dy.stride(1),
         dy.stride(2),
-        0 if x is None else x.stride(1),
-        0 if x is None else x.stride(2),
+        x.stride(1),
+        x.stride(2),
         cos.stride(1),
         eps,
         H,
         D,
-        triton.next_power_of_2(D // 2),
-        _ROWS,
-        tiles,
+        P,
+        tokens,
+        _HEADS,
         wide,
-        num_warps=4,
+        num_warps=2,
         **EXACT,
     )
-    return dx, None if partial is None or weight is None else sum_rows(partial, weight.dtype)
+    return dx, sum_rows(partial, weight.dtype)
+
+
+def _tile(D: int) -> tuple[int, int]:
+    """The power of two from D/2 on, and the tokens of a tile of 512 halves of heads, so wide."""
+    P = triton.next_power_of_2(D // 2)
+    return P, max(1, 512 // P)
 
 
 def _check(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, wide: bool) -> None:
@@ -126,12 +133,6 @@ def _check(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, wide: boo
 
 
 @triton.jit
-def _rounded(x, WIDE: tl.constexpr):
-    """A cast point of the bf16 rule; the wide rule rounds at the end only."""
-    return x if WIDE else bf16(x)
-
-
-@triton.jit
 def _head_sum(low, high, D: tl.constexpr):
     """Ordered sum over a head of two fp32 halves ``[R, P]``, zero beyond D/2 columns."""
     if low.shape[1] * 2 == D:
@@ -145,6 +146,56 @@ def _head_sum(low, high, D: tl.constexpr):
         half: tl.constexpr = D // 2
         where = tl.where(at < half, at, tl.where(at < D, at - half + N // 2, N - 1))
         return halving_sum(tl.gather(both, where, 1))
+
+
+@triton.jit
+def _root_of(low, high, eps, D: tl.constexpr):
+    """The reciprocal roots ``[R, 1]`` of heads."""
+    low = low.to(tl.float32)
+    high = high.to(tl.float32)
+    return reciprocal_root(_head_sum(low * low, high * high, D), eps, D)[:, None]
+
+
+@triton.jit
+def _halves(at, half, inside):
+    return tl.load(at, mask=inside, other=0.0), tl.load(at + half, mask=inside, other=0.0)
+
+
+@triton.jit
+def _heads(x, head, stride, half, inside, H: tl.constexpr, HEADS: tl.constexpr):
+    """The halves of ``HEADS`` heads from ``head`` on: all loads before anything is computed."""
+    lows = ()
+    highs = ()
+    for h in tl.static_range(HEADS):
+        low, high = _halves(x + (head + h) * stride, half, inside & (head + h < H))
+        lows = lows + (low,)  # noqa: RUF005 - a tuple of the kernel language
+        highs = highs + (high,)  # noqa: RUF005
+    return lows, highs
+
+
+@triton.jit
+def _tables(cos, sin, at, half, inside, BACK: tl.constexpr):
+    """cos and sin of a rotation, or of the one back, which takes the low half to the high one and the other sign."""
+    cos_low, cos_high = _halves(cos + at, half, inside)
+    sin_low, sin_high = _halves(sin + at, half, inside)
+    if BACK:
+        return cos_low, cos_high, negative(sin_high), negative(sin_low)
+    else:
+        return cos_low, cos_high, sin_low, sin_high
+
+
+@triton.jit
+def _rotated(low, high, tables, WIDE: tl.constexpr):
+    """bf16 halves, rotated: with bf16's own products and sums, or in fp32, rounded once."""
+    cos_low, cos_high, sin_low, sin_high = tables
+    if WIDE:
+        low = low.to(tl.float32)
+        high = high.to(tl.float32)
+        first = low * cos_low.to(tl.float32) - high * sin_low.to(tl.float32)
+        second = high * cos_high.to(tl.float32) + low * sin_high.to(tl.float32)
+        return first.to(tl.bfloat16), second.to(tl.bfloat16)
+    else:
+        return low * cos_low - high * sin_low, high * cos_high + low * sin_high
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -162,32 +213,34 @@ def _forward_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
-    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
     WIDE: tl.constexpr,
+    BACK: tl.constexpr,
 ):
-    """``ROWS`` heads, each as two halves ``[ROWS, P]``, P the power of two from D/2 on."""
+    """``HEADS`` heads of ``TOKENS`` tokens, each head as two halves ``[TOKENS, P]``, which share cos and sin."""
     half: tl.constexpr = D // 2
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    token = rows // H
-    lane = tl.broadcast_to(tl.arange(0, P)[None, :], [ROWS, P])
+    groups: tl.constexpr = (H + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // groups).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = (tl.program_id(0) % groups) * HEADS
+    lane = tl.broadcast_to(tl.arange(0, P)[None, :], [TOKENS, P])
     inside = (token[:, None] < T) & (lane < half)
-    at = x + (token * token_stride + (rows % H) * head_stride)[:, None] + lane
-    low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
+    lows, highs = _heads(x + (token * token_stride)[:, None] + lane, head, head_stride, half, inside, H, HEADS)
+    tables = _tables(cos, sin, (token * table_stride)[:, None] + lane, half, inside, BACK)
     if weight is not None:
-        root = reciprocal_root(_head_sum(low * low, high * high, D), eps, D)[:, None]
-        low = bf16(bf16(low * root) * tl.load(weight + lane, mask=lane < half, other=0.0).to(tl.float32))
-        high = bf16(bf16(high * root) * tl.load(weight + half + lane, mask=lane < half, other=0.0).to(tl.float32))
-    table = (token * table_stride)[:, None] + lane
-    cos_low = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
-    cos_high = tl.load(cos + table + half, mask=inside, other=0.0).to(tl.float32)
-    sin_low = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
-    sin_high = tl.load(sin + table + half, mask=inside, other=0.0).to(tl.float32)
-    to = out + rows[:, None] * D + lane
-    first = _rounded(low * cos_low, WIDE) + _rounded(negative(high) * sin_low, WIDE)
-    second = _rounded(high * cos_high, WIDE) + _rounded(low * sin_high, WIDE)
-    tl.store(to, first.to(tl.bfloat16), mask=inside)
-    tl.store(to + half, second.to(tl.bfloat16), mask=inside)
+        gain_low, gain_high = _halves(weight + lane, half, lane < half)
+    for h in tl.static_range(HEADS):
+        low = lows[h]
+        high = highs[h]
+        if weight is not None:
+            root = _root_of(low, high, eps, D)
+            low = weighted(low, root, gain_low)
+            high = weighted(high, root, gain_high)
+        first, second = _rotated(low, high, tables, WIDE)
+        to = out + ((token * H + head + h) * D)[:, None] + lane
+        there = inside & (head + h < H)
+        tl.store(to, first, mask=there)
+        tl.store(to + half, second, mask=there)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -209,51 +262,38 @@ def _backward_kernel(
     H: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """``TILES`` tiles of ``ROWS`` heads, and their sum of the norm's ``dy * x̂``."""
+    """All heads of ``TOKENS`` tokens, ``HEADS`` at a time, and their sum of the norm's ``dy * x̂``."""
     half: tl.constexpr = D // 2
-    lane = tl.broadcast_to(tl.arange(0, P)[None, :], [ROWS, P])
-    sum_low = tl.zeros([ROWS, P], tl.float32)
-    sum_high = tl.zeros([ROWS, P], tl.float32)
-    for i in range(TILES):
-        rows = (tl.program_id(0).to(tl.int64) * TILES + i) * ROWS + tl.arange(0, ROWS)
-        token = rows // H
-        inside = (token[:, None] < T) & (lane < half)
-        at = dy + (token * dy_token_stride + (rows % H) * dy_head_stride)[:, None] + lane
-        low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
-        table = (token * table_stride)[:, None] + lane
-        cos_low = tl.load(cos + table, mask=inside, other=0.0).to(tl.float32)
-        cos_high = tl.load(cos + table + half, mask=inside, other=0.0).to(tl.float32)
-        sin_low = tl.load(sin + table, mask=inside, other=0.0).to(tl.float32)
-        sin_high = tl.load(sin + table + half, mask=inside, other=0.0).to(tl.float32)
-        # The rotation took -high to the first half and low to the second.
-        into_low = (_rounded(low * cos_low, WIDE) + _rounded(high * sin_high, WIDE)).to(tl.bfloat16)
-        into_high = (_rounded(high * cos_high, WIDE) + negative(_rounded(low * sin_low, WIDE))).to(tl.bfloat16)
-        if weight is not None:
-            at = x + (token * token_stride + (rows % H) * head_stride)[:, None] + lane
-            x_low = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-            x_high = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
-            root = reciprocal_root(_head_sum(x_low * x_low, x_high * x_high, D), eps, D)[:, None]
-            x_low = x_low * root
-            x_high = x_high * root
-            g_low = into_low.to(tl.float32)
-            g_high = into_high.to(tl.float32)
-            sum_low += g_low * bf16(x_low)
-            sum_high += g_high * bf16(x_high)
-            g_low = bf16(g_low * tl.load(weight + lane, mask=lane < half, other=0.0).to(tl.float32))
-            g_high = bf16(g_high * tl.load(weight + half + lane, mask=lane < half, other=0.0).to(tl.float32))
-            mean = _head_sum(g_low * x_low, g_high * x_high, D)
-            mean = tl.div_rn(mean, tl.full(mean.shape, D, tl.float32))[:, None]
-            into_low = (root * (g_low - x_low * mean)).to(tl.bfloat16)
-            into_high = (root * (g_high - x_high * mean)).to(tl.bfloat16)
-        to = dx + rows[:, None] * D + lane
-        tl.store(to, into_low, mask=inside)
-        tl.store(to + half, into_high, mask=inside)
-    if weight is not None:
-        to = partial + tl.program_id(0).to(tl.int64) * D + tl.arange(0, P)
-        tl.store(to, halving_sum(tl.trans(sum_low)), mask=tl.arange(0, P) < half)
-        tl.store(to + half, halving_sum(tl.trans(sum_high)), mask=tl.arange(0, P) < half)
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    lane = tl.broadcast_to(tl.arange(0, P)[None, :], [TOKENS, P])
+    inside = (token[:, None] < T) & (lane < half)
+    tables = _tables(cos, sin, (token * table_stride)[:, None] + lane, half, inside, True)
+    gain_low, gain_high = _halves(weight + lane, half, lane < half)
+    sum_low = tl.zeros([TOKENS, P], tl.float32)
+    sum_high = tl.zeros([TOKENS, P], tl.float32)
+    from_dy = dy + (token * dy_token_stride)[:, None] + lane
+    from_x = x + (token * token_stride)[:, None] + lane
+    for head in tl.range(0, H, HEADS, num_stages=1):
+        lows, highs = _heads(from_dy, head, dy_head_stride, half, inside, H, HEADS)
+        x_lows, x_highs = _heads(from_x, head, head_stride, half, inside, H, HEADS)
+        for h in tl.static_range(HEADS):
+            g_low, g_high = _rotated(lows[h], highs[h], tables, WIDE)
+            root = _root_of(x_lows[h], x_highs[h], eps, D)
+            n_low = x_lows[h].to(tl.float32) * root
+            n_high = x_highs[h].to(tl.float32) * root
+            sum_low = tl.fma(g_low.to(tl.float32), bf16(n_low), sum_low)
+            sum_high = tl.fma(g_high.to(tl.float32), bf16(n_high), sum_high)
+            w_low = (g_low * gain_low).to(tl.float32)
+            w_high = (g_high * gain_high).to(tl.float32)
+            average = mean(_head_sum(w_low * n_low, w_high * n_high, D), D)[:, None]
+            to = dx + ((token * H + head + h) * D)[:, None] + lane
+            there = inside & (head + h < H)
+            tl.store(to, (root * (w_low - n_low * average)).to(tl.bfloat16), mask=there)
+            tl.store(to + half, (root * (w_high - n_high * average)).to(tl.bfloat16), mask=there)
+    to = partial + tl.program_id(0).to(tl.int64) * D + tl.arange(0, P)
+    tl.store(to, halving_sum(tl.trans(sum_low)), mask=tl.arange(0, P) < half)
+    tl.store(to + half, halving_sum(tl.trans(sum_high)), mask=tl.arange(0, P) < half)

@@ -92,7 +92,8 @@ def quantize_parts(
     x = parts[0]
     if not side_by_side(parts):
         raise InputError(
-            f"parts {[list(p.shape) for p in parts]} are not at most {PARTS} of one dtype in whole blocks of {GROUP}",
+            f"the quantiser reads at most {PARTS} tensors of one dtype and as many rows side by side, in whole blocks "
+            f"of {GROUP} columns, not {[f'{p.dtype} {list(p.shape)}' for p in parts]}",
             remedy="join them before they are quantised",
         )
     if x.dtype not in _FLOATS or x.ndim == 0:

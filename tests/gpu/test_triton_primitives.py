@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
+from precgraph.errors import LoweringError  # noqa: E402
 from precgraph.lowering.reference import elementwise  # noqa: E402
 from precgraph.lowering.triton import primitives as p  # noqa: E402
 
@@ -125,3 +129,12 @@ def test_every_bf16_activation_and_slope_equals_the_reference(activation: str, p
     finite = x.isfinite()
     assert different(mine[finite], right[finite]) == 0
     assert not mine[~finite & ~right.isfinite()].isfinite().any(), "an infinite input is not hidden"
+
+
+def test_a_triton_with_another_gluon_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "precgraph.lowering.triton.gluon_tiles"
+    importlib.import_module(name)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton.experimental", None)
+    with pytest.raises(LoweringError, match=f"Triton {triton.__version__} has another.*install the triton"):
+        importlib.import_module(name)

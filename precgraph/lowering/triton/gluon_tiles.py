@@ -7,8 +7,8 @@ reads 32 bytes of a row and quantises it; the tile is staged in shared memory as
 thread takes 16 tokens of two columns from there, which it writes as words of four tokens. Left to itself, Triton
 transposes in shared memory what it has quantised, byte by byte.
 
-Gluon is not stable between releases: these kernels compile with Triton 3.6.0, 3.7.1 (which torch 2.13 brings) and
-3.9.0. The numerics are those of :mod:`~precgraph.lowering.triton.primitives`.
+Gluon is not stable between releases: these kernels compile with Triton 3.6.0, 3.7.1 (which torch 2.13 brings), 3.8.0
+and 3.9.0. The numerics are those of :mod:`~precgraph.lowering.triton.primitives`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ except (ImportError, AttributeError) as error:
     raise LoweringError(
         f"the kernels that quantise along tokens are written in Gluon as Triton 3.6 to 3.9 have it; Triton "
         f"{triton.__version__} has another: {error}",
-        remedy="install the triton that torch brings (3.6.0, 3.7.1 and 3.9.0 are known to work), or compile with "
+        remedy="install the triton that torch brings (3.6.0 to 3.9.0 compile these kernels), or compile with "
         "backend='reference'",
     ) from error
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.common.results import Result, append
 from precgraph.formats import Format
-from precgraph.lowering.triton import gated, logprobs, norm, quantize, rope
+from precgraph.lowering.triton import gated, kernels, logprobs, norm, quantize, rope
 
 ROWS, TOKENS, BLOCKS = (Format("float8_e4m3fn", g) for g in ("1x128", "128x1", "128x128"))
 TARGET = 0.85  # of copy bandwidth
@@ -92,6 +92,17 @@ def quantisers(T: int, K: int) -> Iterator[Case]:
     yield Case("quantise weight", f"{K}x4096", K * 4096 * 4, weight)
 
 
+def gradients(T: int, widths: tuple[int, ...]) -> Iterator[Case]:
+    """Those of q, k and v, of which v's is a slice: what a step quantises at once."""
+
+    def make() -> Callable[[], object]:
+        parts = [*(randn(T, width) for width in widths[:-1]), randn(T, 2 * widths[-1])[:, : widths[-1]]]
+        places = [(fmt.granularity, i) for i in range(len(parts)) for fmt in (ROWS, TOKENS)]
+        return partial(kernels._run_quantize_parts, parts, ROWS, TOKENS, places)
+
+    yield Case("quantise parts", f"{T}x{'+'.join(map(str, widths))}", T * sum(widths) * (2 + BOTH), make)
+
+
 def units(T: int, K: int, activation: str) -> Iterator[Case]:
     n, shape = T * K, f"{T}x{K}"
 
@@ -156,6 +167,7 @@ def cases() -> Iterator[Case]:
     for K in (4096, 12288):
         yield from quantisers(8192, K)
         yield from units(8192, K, "silu")
+    yield from gradients(8192, (4096, 1024, 1024))
     yield from units(8192, 12288, "gelu_tanh")
     yield from norms(8192, 4096)
     yield from heads(8192, 32, 128)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import json
+import math
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -325,6 +328,45 @@ def test_layers_that_an_engine_fuses_are_left_out_together() -> None:
 
 
 # ------------------------------------------------------------------------------------- bad configs
+
+
+ODD: list[Any] = ["x", "", [], ["x"], [1], [[]], {}, {"a": 1}, -1, 3, 1.5, True, None, math.nan, 10**400]
+
+
+def nested(keys: list[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return dict(value)
+
+
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("side", ["train", "infer"])
+def test_values_of_another_kind_are_no_bugs(name: str, side: str) -> None:
+    """Any value, at each key that a stack reads and at each table around it, is a recipe or an error that says so."""
+    on = {"fp8": "e4m3", "fp8_recipe": "blockwise", "first_last_layers_bf16": True}
+    for key in STACKS[name].keys:
+        words = key.split(".")
+        for count, value in itertools.product(range(1, len(words) + 1), ODD):
+            for base in ({}, {"quantization": "fp8_per_block"}, on):
+                request = Request(side, MODULES, {**base, **nested(words[:count], value)}, {}, "x.yaml")
+                with contextlib.suppress(PrecGraphError):
+                    STACKS[name].build(request)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "words"),
+    [
+        ("te", "amax_epsilon: abc", "amax_epsilon = 'abc' is no number"),
+        ("te", 'use_f32_scales: "false"', "use_f32_scales = 'false' is neither true nor false"),
+        ("sglang", "quantization_config: {quant_method: fp8, weight_block_size: [128, 128], ignored_layers: 3}",
+         "list of ignored layers is 3"),
+        ("vllm", "{quantization: fp8_per_block, dtype: [bfloat16]}", "dtype = ['bfloat16'] is no name"),
+    ],
+)  # fmt: skip
+def test_values_of_another_kind_are_named(name: str, line: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text(line)
+    with pytest.raises(RecipeError, match=re.escape(words)):
+        resolve(parse(f"{name}:{tmp_path / 'x.yaml'}"), parse("jet_rl"), MODULES, {})
 
 
 def checkpoint(folder: Path, quantization: Any) -> None:

@@ -144,6 +144,23 @@ def other_activation(request: Request) -> Format | None:
     return request.other.linear.activation if request.other else None
 
 
+def table(request: Request, config: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """The table at ``path``, empty if there is none; RecipeError for anything else there."""
+    value = lookup(config, *path)
+    if value is not None and not isinstance(value, Mapping):
+        raise request.error(f"{'.'.join(path)} = {value!r} is no table")
+    return value or {}
+
+
+def strings(request: Request, value: Any) -> list[str]:
+    """A list of names of layers, or none."""
+    if value is None:
+        return []
+    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
+        raise request.error(f"the list of ignored layers is {value!r}", "write a list of strings")
+    return value
+
+
 def lookup(config: Mapping[str, Any], *path: str) -> Any:
     """The value at ``path`` in nested tables, or None."""
     value: Any = config

@@ -35,12 +35,18 @@ def of_arguments(name: str, request: Request, arguments: Mapping[str, Any]) -> B
 
 def _edges(request: Request, options: Mapping[str, Any]) -> Skips:
     """Layers at the start and the end that stay in bf16."""
-    first = int(options.get("num_layers_at_start_in_bf16", 1))
-    last = int(options.get("num_layers_at_end_in_bf16", 1))
+    first, last = (_count(request, options, f"num_layers_at_{end}_in_bf16") for end in ("start", "end"))
     numbers = {m: int(found[1]) for m in request.modules if (found := re.search(r"\.layers\.(\d+)\.", m))}
     count = max(numbers.values(), default=-1) + 1
     chosen = {m: "first_last_layers_bf16" for m, n in numbers.items() if n < first or n >= count - last}
     return Skips(chosen, (), "by the number of the layer")
+
+
+def _count(request: Request, options: Mapping[str, Any], key: str) -> int:
+    value = str(options.get(key, 1))  # a string where it was an option on a command line
+    if not value.isdecimal():
+        raise request.error(f"{key} = {value!r} is no number of layers")
+    return int(value)
 
 
 KEYS = (

@@ -10,7 +10,7 @@ import re
 from dataclasses import replace
 
 from precgraph.stacks import megatron, transformer_engine, vllm
-from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, lookup, other_weight, plain_recipe, taken
+from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, other_weight, plain_recipe, table, taken
 from precgraph.stacks.matching import Skips, skips, substring
 
 
@@ -18,12 +18,12 @@ def build(request: Request) -> Built:
     """The recipe of one side of a NeMo-RL configuration (``policy: ...``)."""
     policy = request.config.get("policy", request.config)
     if request.side == "train":
-        arguments = lookup(policy, "megatron_cfg", "fp8_cfg") or {}
+        arguments = table(request, policy, "megatron_cfg", "fp8_cfg")
         if request.config and not arguments.get("enabled", False):
             return Built(plain_recipe("nemo_rl"))
         form = {"fp8": arguments.get("fp8", "e4m3"), "fp8_recipe": arguments.get("fp8_recipe", "blockwise")}
         return megatron.of_arguments("nemo_rl", request, form)
-    options = lookup(policy, "generation", "vllm_cfg") or {}
+    options = table(request, policy, "generation", "vllm_cfg")
     if request.config and options.get("precision") != "fp8":
         return Built(plain_recipe("nemo_rl"))
     if options.get("pow2_weight_scaling_factors") or options.get("pow2_activation_scaling_factors"):

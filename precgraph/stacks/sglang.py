@@ -11,7 +11,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from precgraph.format import Format
-from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, lookup, other_activation, plain_recipe, taken
+from precgraph.stacks.base import (
+    Built,
+    Request,
+    Stack,
+    fp8,
+    fp8_recipe,
+    lookup,
+    other_activation,
+    plain_recipe,
+    strings,
+    taken,
+)
 from precgraph.stacks.matching import Matcher, path, skips, substring
 from precgraph.stacks.vllm import STORED_KEYS, block_of, stored_weight
 
@@ -30,7 +41,7 @@ def _build(request: Request, name: str, matcher: Matcher) -> Built:
             return Built(plain_recipe(name))
         stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     block_of(request, stored)
-    patterns = stored.get("ignored_layers") or stored.get("modules_to_not_convert") or []
+    patterns = strings(request, stored.get("ignored_layers") or stored.get("modules_to_not_convert"))
     left_out = skips(patterns, request.modules, matcher)
     weight, assumed = stored_weight(request, stored)
     act, more = activation(request)

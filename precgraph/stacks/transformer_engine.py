@@ -44,11 +44,18 @@ def block_scaling(name: str, request: Request, options: Mapping[str, Any], skips
 def format_of(request: Request, options: Mapping[str, Any], granularity: str) -> Format:
     """One operand: the inverse scale, rounded down to a power of two unless fp32 scales are asked for."""
     exact = options.get("use_f32_scales", request.switch("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", False))
+    if not isinstance(exact, bool):
+        raise request.error(f"use_f32_scales = {exact!r} is neither true nor false")
+    floor = options.get("amax_epsilon", 0.0)
+    try:
+        floor = float(floor)  # YAML takes 1e-4 for a string
+    except (TypeError, ValueError, OverflowError):
+        raise request.error(f"amax_epsilon = {floor!r} is no number") from None
     return fp8(
         granularity,
         scale_dtype="float32" if exact else "ue8m0",
         scale_rule="max/amax",
-        amax_floor=float(options.get("amax_epsilon", 0.0)),
+        amax_floor=floor,
     )
 
 

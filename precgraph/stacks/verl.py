@@ -12,7 +12,7 @@ from typing import Any
 
 from precgraph.format import Format
 from precgraph.stacks import megatron, sglang, transformer_engine, vllm
-from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, lookup, plain_recipe
+from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe, lookup, plain_recipe, table
 
 
 def build(request: Request) -> Built:
@@ -27,13 +27,12 @@ def _trainer(request: Request, worker: Mapping[str, Any]) -> Built:
         return Built(plain_recipe("verl"))
     if strategy != "megatron":
         raise request.error(f"actor.strategy = {strategy!r} is not modelled", "use fsdp, fsdp2 or megatron")
-    return megatron.of_arguments(
-        "verl", request, lookup(worker, "actor", "megatron", "override_transformer_config") or {}
-    )
+    arguments = table(request, worker, "actor", "megatron", "override_transformer_config")
+    return megatron.of_arguments("verl", request, arguments)
 
 
 def _rollout(request: Request, worker: Mapping[str, Any]) -> Built:
-    rollout = lookup(worker, "rollout") or ({} if worker else {"quantization": "fp8"})
+    rollout = table(request, worker, "rollout") or ({} if worker else {"quantization": "fp8"})
     method, engine = rollout.get("quantization"), rollout.get("name", "vllm")
     if method in (None, "null"):
         return Built(plain_recipe("verl"))

@@ -20,6 +20,7 @@ from precgraph.stacks.base import (
     lookup,
     other_weight,
     plain_recipe,
+    strings,
     taken,
 )
 from precgraph.stacks.matching import exact, regex_or_glob, skips
@@ -43,13 +44,13 @@ def build(request: Request) -> Built:
         raise request.error(
             f"vLLM's quantization {method!r} is not modelled", "use fp8_per_block, or a block FP8 checkpoint"
         )
-    left_out = skips(_strings(request, online.get("ignore")), request.modules, regex_or_glob)
+    left_out = skips(strings(request, online.get("ignore")), request.modules, regex_or_glob)
     return Built(fp8_recipe("vllm", request, activation(request), online_weight(request), left_out), left_out)
 
 
 def _checkpoint(request: Request, stored: Mapping[str, Any]) -> Built:
     block = block_of(request, stored)
-    patterns = _strings(request, stored.get("ignored_layers") or stored.get("modules_to_not_convert"))
+    patterns = strings(request, stored.get("ignored_layers") or stored.get("modules_to_not_convert"))
     left_out = skips(patterns, request.modules, exact)
     weight, assumed = stored_weight(request, stored)
     if not powers_of_two(request) and weight.powers_of_two:
@@ -63,7 +64,11 @@ def _checkpoint(request: Request, stored: Mapping[str, Any]) -> Built:
 
 def activation(request: Request, group: int = 128) -> Format:
     """Activations, quantised in groups along a row before every GEMM."""
-    dtype = _DTYPES.get(request.config.get("dtype")) or _DTYPES.get(request.config.get("torch_dtype")) or "bfloat16"
+    named = [request.config.get(key) for key in ("dtype", "torch_dtype")]
+    for value in named:
+        if not isinstance(value, str | None):
+            raise request.error(f"dtype = {value!r} is no name", "write bfloat16, float16 or auto")
+    dtype = _DTYPES.get(named[0]) or _DTYPES.get(named[1]) or "bfloat16"
     scale = "ue8m0_log2" if powers_of_two(request) else "float32"
     return fp8(f"1x{group}", scale_dtype=scale, scale_rule="amax*(1/max)", amax_floor=1e-10, source=dtype)
 
@@ -111,14 +116,6 @@ def block_of(request: Request, stored: Mapping[str, Any]) -> tuple[int, int]:
     if not good:
         raise request.error(f"quantization_config: weight_block_size = {block!r} is not two positive integers")
     return int(block[0]), int(block[1])
-
-
-def _strings(request: Request, value: Any) -> list[str]:
-    if value is None:
-        return []
-    if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
-        raise request.error(f"the list of ignored layers is {value!r}", "write a list of strings")
-    return value
 
 
 UNKNOWN = (

@@ -18,11 +18,22 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
-from precgraph.lowering.triton.primitives import EXACT, ceil_div, exp, halving_sum, log, reciprocal, refine, require
+from precgraph.lowering.triton.primitives import (
+    EXACT,
+    ceil_div,
+    exp,
+    halving_sum,
+    log,
+    negative,
+    reciprocal,
+    refine,
+    require,
+)
 
 BLOCK = 4096
 _PIECE = 512
 _MAX_BLOCKS = 512  # two million tokens
+_LOWEST = tl.constexpr(-(2.0**100))  # in place of minus infinity: its exponential is 0 too, and so is their product
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,14 +53,14 @@ def logprobs(
 ) -> LogProbs:
     """``log_softmax(logits / temperature)`` at ``ids``: ``logits [N, V]`` fp32, ``ids [N]`` int64.
 
-    ``temperature``: None for 1, a number, or ``[N]`` fp32; positive. An id outside the vocabulary gives NaN.
+    ``temperature``: None for 1, a number, or ``[N]`` fp32; from 2**-26 to 2**90. An id that is no token's gives NaN.
     """
     divisor = _check(logits, ids, temperature)
     N, V = logits.shape
     blocks = ceil_div(V, BLOCK)
     partial = torch.empty(3 if entropy else 2, N, blocks, dtype=torch.float32, device=logits.device)
     _blocks_kernel[(N * blocks,)](
-        logits, divisor, partial, logits.stride(0), N, V, blocks, BLOCK, _PIECE, entropy, num_warps=4, **EXACT
+        logits, divisor, partial, logits.stride(0), N, V, blocks, BLOCK, _PIECE, entropy, num_warps=1, **EXACT
     )
     out = torch.empty(4 if entropy else 3, N, dtype=torch.float32, device=logits.device)
     _rows_kernel[(N,)](
@@ -135,16 +146,23 @@ def _shift(maximum):
 
 
 @triton.jit
+def _quotient(z, temperature):
+    """IEEE ``z / temperature`` of a z between 2**-100 and 2**100 in magnitude; 0, of either sign, gives +0.
+
+    The reciprocal and what its rounding lost give a quotient at most one unit off; its remainder gives the exact one.
+    """
+    inverse = reciprocal(temperature)
+    lost = negative(tl.fma(temperature, inverse, -1.0)) * inverse
+    return refine(tl.fma(z, inverse, z * lost), z, temperature, inverse)
+
+
+@triton.jit
 def _tempered(z, divisor, row):
-    """``z / temperature``: IEEE division of any z that is 0, infinite, or between 2**-100 and 2**100 in magnitude."""
+    """:func:`_quotient`, of zeros and infinities too, which stay what they are."""
     if divisor is None:
         return z
     else:
-        temperature = tl.load(divisor + row)
-        inverse = reciprocal(temperature)
-        quotient = z * inverse
-        refined = refine(refine(quotient, z, temperature, inverse), z, temperature, inverse)
-        return tl.where(tl.abs(quotient) == float("inf"), quotient, refined)
+        return tl.where(z + z == z, z, _quotient(z, tl.load(divisor + row)))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -168,18 +186,23 @@ def _blocks_kernel(
     largest = tl.full([1, PIECE], float("-inf"), tl.float32)
     for p in tl.static_range(BLOCK // PIECE):
         cols = block * BLOCK + p * PIECE + lane
-        z = _tempered(tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf")), divisor, row)
+        at = logits + row * stride + cols
+        z = tl.load(at, mask=cols < V, other=float("-inf"), eviction_policy="evict_first")
         values = values + (z,)  # noqa: RUF005 - a tuple of the kernel language
         largest = tl.maximum(largest, z)
-    maximum = tl.max(tl.max(largest, 1), 0)
+    maximum = _tempered(tl.max(tl.max(largest, 1), 0), divisor, row)  # division keeps the order
     shift = _shift(maximum)
     total = tl.zeros([1, PIECE], tl.float32)
     weighted = tl.zeros([1, PIECE], tl.float32)
     for p in tl.static_range(BLOCK // PIECE):
-        e = exp(values[p] - shift)
+        z = tl.maximum(values[p], _LOWEST, propagate_nan=tl.PropagateNan.ALL)
+        if divisor is not None:
+            z = _quotient(z, tl.load(divisor + row))
+        z = z - shift
+        e = exp(z)
         total = total + e
         if ENTROPY:
-            weighted = weighted + tl.where(e == 0.0, 0.0, e * (values[p] - shift))
+            weighted = weighted + e * z
     at = partial + row * BLOCKS + block
     size = N.to(tl.int64) * BLOCKS
     tl.store(at, maximum)

@@ -56,3 +56,14 @@ def awkward(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
     spots = torch.rand(shape, generator=generator, device="cuda")
     x = torch.where(spots < 0.02, -0.0, x)
     return torch.where(spots > 0.9995, 3e4 * x, x).to(dtype)
+
+
+def extreme(*shape: int, seed: int = 0) -> Tensor:
+    """:func:`awkward` in bf16, where a third of the rows have infinities, NaN, the largest and the least values."""
+    x = awkward(*shape, seed=seed)
+    generator = torch.Generator("cuda").manual_seed(seed + 1000)
+    ends = [float("inf"), float("-inf"), float("nan"), 3.3e38, -3.3e38, 1.1e-38, 9.2e-41, -9.2e-41]
+    chosen = torch.randint(len(ends), shape, generator=generator, device="cuda")
+    rows = torch.rand((*shape[:-1], 1), generator=generator, device="cuda") < 1 / 3
+    spots = torch.rand(shape, generator=generator, device="cuda") < 2 / shape[-1]
+    return torch.where(rows & spots, torch.tensor(ends, device="cuda").bfloat16()[chosen], x)

@@ -72,6 +72,20 @@ def test_forward_and_backward(vocabulary: int, tempered: bool) -> None:
         assert same_bits(made, both.bfloat16())
 
 
+def test_temperatures_and_logits_at_their_limits() -> None:
+    logits, ids, _ = inputs(5, 50257)
+    logits[1, 1000:] = -0.0
+    logits[2] *= 1e20
+    logits[3] = 0.0
+    for value in (1e-5, 0.7, 3.0, 1e6, 2.0**80):
+        temperature = torch.full((5,), value, device="cuda")
+        chosen, entropy, maximum, log_total = rule(logits, ids, temperature)
+        mine = lp.logprobs(logits, ids, temperature, entropy=True)
+        assert mine.entropy is not None
+        assert same_bits(mine.normalizer, torch.stack((maximum, log_total)))
+        assert same_bits(mine.chosen, chosen) and same_bits(mine.entropy, entropy)
+
+
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_close_to_float64_and_independent_of_the_other_rows(vocabulary: int) -> None:
     logits, ids, divisor = inputs(129, vocabulary)

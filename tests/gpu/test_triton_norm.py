@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 from precgraph.lowering.reference import elementwise
 from precgraph.lowering.triton import norm
-from tests.gpu.same import ROWS, TOKENS, assert_quantized, awkward, same_bits
+from tests.gpu.same import ROWS, TOKENS, assert_quantized, awkward, extreme, same_bits
 
 pytestmark = pytest.mark.gpu
 
@@ -20,8 +20,12 @@ COUNTS = (1, 7, 64, 129, 1000)
 def test_forward(width: int) -> None:
     weight = awkward(1, width, seed=9)[0]
     for count in COUNTS:
-        x = awkward(1, count, width, seed=count)
-        assert same_bits(norm.rms_norm(x, weight, EPS), elementwise.rms_norm(x, weight, EPS))
+        x, residual = extreme(1, count, width, seed=count), extreme(1, count, width, seed=count + 1)
+        for eps in (EPS, 0.0):
+            assert same_bits(norm.rms_norm(x, weight, eps), elementwise.rms_norm(x, weight, eps))
+        made = norm.fused_norm(x, residual, weight, EPS)
+        assert made.sum is not None and same_bits(made.sum, x + residual)
+        assert made.normed is not None and same_bits(made.normed, elementwise.rms_norm(x + residual, weight, EPS))
 
 
 @pytest.mark.parametrize("width", [576, 4096])
@@ -62,6 +66,15 @@ def test_backward(width: int) -> None:
         terms = dy.double() * normed.double()
         error = (dweight.double() - terms.sum((0, 1))).abs()
         assert bool((error <= 2.0**-8 * terms.sum((0, 1)).abs() + 1e-6 * terms.abs().sum((0, 1))).all())
+
+
+@pytest.mark.parametrize("width", [64, 576, 4096, 12288])
+def test_backward_of_extreme_values(width: int) -> None:
+    weight = awkward(1, width, seed=9)[0]
+    for count in COUNTS:
+        x, dy, other = (extreme(1, count, width, seed=seed + count) for seed in range(3))
+        right, _ = elementwise.rms_norm_backward(dy, x, weight, EPS)
+        assert same_bits(norm.rms_norm_backward(dy, x, weight, EPS, other)[0], right + other)
 
 
 def test_strided_rows() -> None:

@@ -10,12 +10,17 @@ pytest.importorskip("triton")
 from precgraph import ops
 from precgraph.lowering.reference import elementwise
 from precgraph.lowering.triton import rope
-from tests.gpu.same import same_bits
+from tests.gpu.same import extreme, same_bits
 
 pytestmark = pytest.mark.gpu
 
 EPS = 1e-6
 COUNTS = (1, 7, 129, 1000)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Equal values, NaN alike; a zero's sign in a gradient is that of autograd's order of sums."""
+    return a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def inputs(count: int, head: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -53,6 +58,26 @@ def test_backward(head: int) -> None:
         error = (dweight.double() - terms.sum((0, 1, 2))).abs()
         assert bool((error <= 2.0**-8 * terms.sum((0, 1, 2)).abs() + 1e-6 * terms.abs().sum((0, 1, 2))).all())
         assert same_bits(dweight, rope.norm_rope_backward(dy, x, weight, EPS, cos, sin)[1])
+
+
+@pytest.mark.parametrize("head", [64, 80, 128])
+@pytest.mark.parametrize("heads", [1, 5, 32])
+def test_extreme_values(head: int, heads: int) -> None:
+    for count in COUNTS[:3]:
+        _, _, weight, cos, sin = inputs(count, head)
+        x, dy = (extreme(1, count, heads, head, seed=seed + count) for seed in (1, 2))
+        assert same_bits(rope.rope(x, cos, sin), ops.rope(x, cos, sin))
+        assert same_bits(rope.rope(x, cos, sin, wide=True), elementwise.wide_rope(x, cos, sin))
+        normed = elementwise.rms_norm(x, weight, EPS)
+        assert same_bits(rope.norm_rope(x, weight, EPS, cos, sin), ops.rope(normed, cos, sin))
+        assert same_bits(rope.norm_rope(x, weight, EPS, cos, sin, wide=True), elementwise.wide_rope(normed, cos, sin))
+        grad = rope.rope_backward(dy, cos, sin)
+        assert same_values(grad, ops.rope_backward(dy, cos, sin))
+        wide = rope.rope_backward(dy, cos, sin, wide=True)
+        assert same_values(wide, elementwise.wide_rope_backward(dy, cos, sin))
+        for turned, is_wide in ((grad, False), (wide, True)):
+            dx, _ = rope.norm_rope_backward(dy, x, weight, EPS, cos, sin, wide=is_wide)
+            assert same_values(dx, elementwise.rms_norm_backward(turned, x, weight, EPS)[0])
 
 
 def test_wide_rope_with_fp32_tables() -> None:

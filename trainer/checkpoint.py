@@ -11,19 +11,25 @@ import json
 import os
 import re
 import shutil
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from precgraph.strict_json import sound
 from trainer.errors import CheckpointError
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{6,})")
 _TENSORS = ("weights", "optimizer", "random")
 _FILES = tuple(f"{name}.safetensors" for name in _TENSORS)
+_PLAIN = {
+    "step": int, "position": int, "weights_version": int, "optimizer_steps": int, "digest": str, "trends": dict,
+}  # fmt: skip
 
 
 @dataclass
@@ -95,8 +101,7 @@ def save(directory: Path, state: State, *, keep: int = 0) -> Path:
         for name, tensors in zip(_FILES, (state.weights, state.optimizer, state.random), strict=True):
             save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary / name)
         sizes = {name: (temporary / name).stat().st_size for name in _FILES}
-        plain = {f.name: getattr(state, f.name) for f in fields(State) if f.name not in _TENSORS}
-        plain |= {"format": FORMAT, "sizes": sizes}
+        plain = {name: getattr(state, name) for name in _PLAIN} | {"format": FORMAT, "sizes": sizes}
         (temporary / "state.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
         for name in (*_FILES, "state.json"):
             _flush(temporary / name)
@@ -124,19 +129,37 @@ def load(directory: Path, step: int | None = None) -> State:
     if step not in available:
         raise CheckpointError(f"no checkpoint of step {step}", path=str(directory), remedy=f"there are {available}")
     folder = path_of(directory, step)
+    others = [s for s in available if s != step]
+    remedy = f"resume from one of {others}: --step, --into NEW_DIRECTORY" if others else "start the run again"
     try:
-        plain = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        if plain.pop("format") != FORMAT:
-            raise CheckpointError("was written by another version", path=str(folder))
-        for name, size in plain.pop("sizes").items():
-            if (folder / name).stat().st_size != size:
-                raise CheckpointError(
-                    f"{name} is not whole", path=str(folder), remedy=f"resume from one of {available[:-1]}"
-                )
-        tensors = [load_file(folder / name) for name in _FILES]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"cannot be read: {error}", path=str(folder), remedy=f"there are {available}") from error
-    return State(**plain, weights=tensors[0], optimizer=tensors[1], random=tensors[2])
+        plain = _plain(folder, step)
+        for name in _FILES:
+            if (folder / name).stat().st_size != plain["sizes"][name]:
+                raise CheckpointError(f"{name} is not whole", path=str(folder), remedy=remedy)
+        weights, optimizer, random = (load_file(folder / name) for name in _FILES)
+        if "cpu" not in random:
+            raise ValueError("random.safetensors holds no random state")
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        words = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"cannot be read: {words}", path=str(folder), remedy=remedy) from error
+    return State(**{name: plain[name] for name in _PLAIN}, weights=weights, optimizer=optimizer, random=random)
+
+
+def _plain(folder: Path, step: int) -> dict[str, Any]:
+    """What ``state.json`` of that step holds. ValueError or KeyError if it is not what :func:`save` writes."""
+    plain = sound(json.loads, (folder / "state.json").read_text(encoding="utf-8"))
+    if not isinstance(plain, dict):
+        raise ValueError("state.json holds no table")
+    if plain["format"] != FORMAT:
+        raise CheckpointError("was written by another version", path=str(folder))
+    for name, kind in (*_PLAIN.items(), ("sizes", dict)):
+        if type(plain[name]) is not kind or (kind is int and plain[name] < 0):
+            raise ValueError(f"state.json has {name} = {plain[name]!r}")
+    if plain["step"] != step:
+        raise ValueError(f"state.json is of step {plain['step']}")
+    if not all(isinstance(v, list) and all(isinstance(x, int | float) for x in v) for v in plain["trends"].values()):
+        raise ValueError("state.json has trends that are no numbers")
+    return plain
 
 
 def _flush(path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -234,6 +235,12 @@ def guarded(command: Callable[[], Any]) -> int:
         return 1
     except PrecGraphError as error:
         print(f"precgraph-train: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:  # a full disk, a folder that is none
+        print(f"precgraph-train: {error}", file=sys.stderr)
+        return 2
+    except Exception:  # 1 would say that an assertion was broken
+        traceback.print_exc()
         return 2
     except KeyboardInterrupt:
         print("precgraph-train: stopped at once; the last checkpoint is whole", file=sys.stderr)

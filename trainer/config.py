@@ -351,11 +351,12 @@ def _validate(c: Config) -> None:
     ):  # fmt: skip
         _at_least(c, path, 0)
     _require(
-        c.rollout.temperature > 0,
+        0 < c.rollout.temperature < math.inf,
         "rollout.temperature",
-        "must be above 0",
+        "must be above 0 and finite",
         "greedy samples do not differ, so nothing can be learned",
     )
+    _require(c.run.seed < 2**63, "run.seed", "must be below 2**63")
     _require(0 < c.model.memory <= 1, "model.memory", "must be above 0 and at most 1")
     _require(0 < c.rollout.top_p <= 1, "rollout.top_p", "must be above 0 and at most 1")
     _require(c.algorithm.clip_low <= 1, "algorithm.clip_low", "must be at most 1")

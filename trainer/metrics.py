@@ -250,16 +250,25 @@ class Alarms:
 
 
 def read_records(directory: Path) -> list[Record]:
-    """The records of a run, in order; a last line that was cut off by a crash is left out."""
+    """The records of a run, in order; a last line that was cut off by a crash is left out. TrainerError for any other
+    line that is no record: what stands below it must not be lost."""
     path = directory / "metrics.jsonl"
     if not path.is_file():
         raise TrainerError("holds no metrics.jsonl", path=str(directory), remedy="name a run directory")
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    records: list[Record] = []
+    lines = path.read_bytes().splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            record = json.loads(line)
+            if not isinstance(record, dict) or type(record.get("step")) is not int:
+                raise ValueError("no table with a step")
+        except ValueError as error:  # of JSON, of UTF-8
+            if number == len(lines):
+                break
+            raise TrainerError(
+                f"is no record of a step: {error}", path=f"{path}:{number}", remedy="restore or remove the line"
+            ) from None
+        records.append(record)
     return records
 
 

@@ -13,11 +13,13 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from precgraph.strict_json import sound
 from trainer.config import TaskTable, nearest
 from trainer.errors import ConfigError, RewardError, TaskError
 
@@ -48,13 +50,14 @@ class Task:
         """The reward; RewardError, naming the item, if the scorer raises or returns no finite number."""
         try:
             value = self.scorer(item, response)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # an exit would end the run as if it were done
             raise RewardError(
                 f"the reward of {self.name} raised {type(error).__name__}: {error}",
                 path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
             ) from error  # fmt: skip
-        if isinstance(value, Real) and math.isfinite(value):
-            return float(value)
+        with suppress(OverflowError):  # an integer that no float holds
+            if isinstance(value, Real) and math.isfinite(value):
+                return float(value)
         raise RewardError(
             f"the reward of {self.name} is {value!r}, not a finite number",
             path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
@@ -150,7 +153,7 @@ class _Lazy(Sequence[Item]):
 def _jsonl(path: Path, table: TaskTable) -> list[Item]:
     items = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_bytes().splitlines()  # of bytes: a string of JSON may hold Unicode's own line ends
     except OSError as error:
         raise TaskError(f"{error.strerror or error}", path=str(path), remedy="check task.data") from None
     for number, line in enumerate(lines, 1):
@@ -158,9 +161,9 @@ def _jsonl(path: Path, table: TaskTable) -> list[Item]:
             continue
         place = f"{path}:{number}"
         try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TaskError(f"is not valid JSON: {error.msg}", path=place) from None
+            entry = sound(json.loads, line.decode())
+        except ValueError as error:
+            raise TaskError(f"is not valid JSON: {error}", path=place) from None
         if not isinstance(entry, dict):
             raise TaskError("holds no table", path=place)
         for key in (table.question_key, table.answer_key):

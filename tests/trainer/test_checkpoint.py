@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -101,3 +102,33 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     (folder / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoint.load(tmp_path, 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"step": 1}, {"step": "2"}, {"position": -5}, {"weights_version": "a"}, {"optimizer_steps": None},
+        {"sizes": []}, {"sizes": {}}, {"trends": []}, {"trends": {"mismatch/mean": ["x"]}}, {"format": None},
+    ],
+)  # fmt: skip
+def test_a_state_that_save_does_not_write_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+    path = checkpoint.save(tmp_path, state(2)) / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(CheckpointError):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000, "{}"])
+def test_a_state_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
+    (checkpoint.save(tmp_path, state(2)) / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_damaged_file_names_the_steps_that_are_left(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, state(1))
+    path = checkpoint.save(tmp_path, state(2)) / "weights.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + b"X" + data[9:])  # as long as it was, and no header
+    with pytest.raises(CheckpointError, match=r"cannot be read.*\[1\].*--into"):
+        checkpoint.load(tmp_path)

@@ -113,6 +113,14 @@ def test_directories_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "Traceback" not in capsys.readouterr().err
 
 
+def test_what_is_no_broken_assertion_does_not_exit_1(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert call("run", config) == 0
+    assert call("resume", tmp_path / "run", "--into", tmp_path / "file") == 2  # an OSError
+    sys.modules["cli_task"].items = lambda size, seed: 1 / 0  # type: ignore[attr-defined]
+    assert call("eval", config) == 2  # an error of the task's own code
+
+
 def test_plot_helpers_by_hand(tmp_path: Path) -> None:
     assert moving_mean([0, 3, 6, 9], 3) == [1.5, 3, 6, 7.5]
     for seed, value in ((0, 1.0), (1, 3.0)):

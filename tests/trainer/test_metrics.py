@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import MetricsTable
-from trainer.errors import ConfigError, MetricAssertionError
+from trainer.errors import ConfigError, MetricAssertionError, TrainerError
 from trainer.metrics import (
     KNOWN,
     Alarms,
@@ -189,6 +189,16 @@ def test_records_from_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     recorder.write({"step": 2, "reward/mean": 9.0})
     recorder.close()
     assert [(r["step"], r["reward/mean"]) for r in read_records(tmp_path)] == [(0, 0.0), (1, 0.5), (2, 9.0)]
+
+
+@pytest.mark.parametrize("line", [b"xx", b"[]", b"\xff", b'{"step": "0"}'])
+def test_a_damaged_line_does_not_drop_what_stands_below_it(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 0}\n' + line + b'\n{"step": 1}\n')
+    before = path.read_bytes()
+    with pytest.raises(TrainerError, match=r"metrics\.jsonl:2: is no record"):
+        Recorder(tmp_path, MetricsTable(tensorboard=False), 2, {})
+    assert path.read_bytes() == before
 
 
 def test_tensorboard_gets_the_numbers(tmp_path: Path) -> None:

@@ -84,16 +84,29 @@ def test_jsonl_with_math_verify(tmp_path: Path) -> None:
         ("{", "not valid JSON"),
         ("[1]", "holds no table"),
         ('{"question": "a", "answr": "b"}', "answr"),
+        ("[" * 100_000, "nested too deeply"),
+        ("\xff", "not valid JSON"),
     ],
 )
 def test_jsonl_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
     pytest.importorskip("math_verify")
     path = tmp_path / "d.jsonl"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(TaskError, match=message):
         load_task(TaskTable(data=f"jsonl:{path}"))
     with pytest.raises(TaskError, match="No such file"):
         load_task(TaskTable(data=f"jsonl:{tmp_path / 'none'}"))
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+def test_line_ends_of_unicode_are_text_in_jsonl(tmp_path: Path, end: str) -> None:
+    """JSON lets them stand in a string as they are, and ``ensure_ascii=False`` writes them so."""
+    pytest.importorskip("math_verify")
+    path = tmp_path / "d.jsonl"
+    rows = [{"question": f"a{end}b", "answer": "1"}, {"question": "c", "answer": "2"}]
+    path.write_text("\n".join(json.dumps(r, ensure_ascii=False) for r in rows), encoding="utf-8")
+    task = load_task(TaskTable(data=f"jsonl:{path}"))
+    assert [i.question for i in task.items] == [f"a{end}b", "c"]
 
 
 @pytest.fixture
@@ -127,16 +140,20 @@ def test_callables_that_are_not_there(module: Any, path: str, message: str) -> N
         load_task(TaskTable(data="python:made_up_task:items"))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, None, "1", [1.0]])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, None, "1", [1.0]])
 def test_a_reward_that_is_no_number_names_the_item(value: Any) -> None:
     task = tiny.task(lambda item, text: value)
     with pytest.raises(RewardError, match="sum/2.*not a finite number.*began 'xyz'"):
         task.score(task.items[2], "xyz")
 
 
-def test_a_reward_that_raises_names_the_item() -> None:
-    task = tiny.task(lambda item, text: 1 / 0)
-    with pytest.raises(RewardError, match="sum/2.*ZeroDivisionError"):
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_reward_that_raises_names_the_item(error: type[BaseException]) -> None:
+    def scorer(item: Any, text: str) -> float:
+        raise error(0)
+
+    task = tiny.task(scorer)
+    with pytest.raises(RewardError, match=f"sum/2.*{error.__name__}"):
         task.score(task.items[2], "xyz")
 
 

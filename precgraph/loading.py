@@ -233,10 +233,11 @@ def _suggestion(kind: str) -> str:
 
 def _require_shapes(source: Source, config: Any) -> None:
     """What transformers builds without complaint but no model can have."""
-    layers = getattr(config, "num_hidden_layers", 1)
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        size = getattr(config, name, 1)
+        if size < 1:
+            raise InputError(f"{name} is {size}", path=str(source.config), remedy="it must be 1 or more")
     heads, kv_heads = getattr(config, "num_attention_heads", 1), getattr(config, "num_key_value_heads", None) or 1
-    if layers < 1:
-        raise InputError(f"num_hidden_layers is {layers}", path=str(source.config), remedy="it must be 1 or more")
     if kv_heads < 1 or heads % kv_heads:
         raise InputError(
             f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}",

@@ -206,6 +206,7 @@ def test_missing_values_are_counted_and_nothing_else(tmp_path: Path) -> None:
         ('{"token_ids": [1], "rollout_logprobs": ["1"], "trainer_logprobs": [-1]}', "not a list of numbers"),
         ('{"token_ids": [1], "rollout_logprobs": "1", "trainer_logprobs": [-1]}', "not a list of numbers"),
         ('{"token_ids": [1], "rollout_logprobs": [-1e999], "trainer_logprobs": [-1]}', "not a list of numbers"),
+        ('{"token_ids": [1], "rollout_logprobs": [-1e308], "trainer_logprobs": [-1]}', "not a list of numbers"),
         ('{"token_ids": [1], "rollout_logprobs": [0.5], "trainer_logprobs": [-1]}', "positive log-probability"),
         ('{"token_ids": [1], "rollout_logprobs": [-1], "trainer_logprobs": [-1], "entropy": [1, 2]}', "has 2 entropy"),
     ],
@@ -224,6 +225,8 @@ def test_malformed_lines(line: str, words: str, tmp_path: Path) -> None:
         ("top_k", ["-2", "1.5", '"20"'], ["-1", "0", "20"]),
         ("min_p", ["-0.1", "1.5", "false"], ["0", "0.05", "1"]),
         ("version", ['"v3"', "1e999"], ["3", "2.5", "null"]),
+        ("kept_mass", ["[-0.1]", "[1.1]"], ["[1.0000001]", "[0.5]", "[null]", "null"]),
+        ("entropy", ["[-0.1]", "[-1e308]"], ["[-1e-9]", "[3.5]", "[null]"]),
     ],
 )
 def test_numbers_out_of_range_are_refused_with_their_line(
@@ -239,6 +242,21 @@ def test_numbers_out_of_range_are_refused_with_their_line(
     for value in good:
         path.write_text(line % f', "{key}": {value}')
         assert CliRunner().invoke(app, ["audit", str(path)]).exit_code == 0, value
+
+
+def test_the_least_value_of_fp32_is_judged(tmp_path: Path) -> None:
+    """Trainers put it where a token is masked; what is measured of it is finite, or it could not be written."""
+    path, least = tmp_path / "log.jsonl", "[-3.4028234663852886e+38, -1, -1]"
+    path.write_text(f'{{"token_ids": [1, 2, 3], "rollout_logprobs": {least}, "trainer_logprobs": [-1, -1, -1]}}\n' * 9)
+    result = CliRunner().invoke(app, ["audit", str(path), "--json"])
+    assert result.exit_code == 1 and json.loads(result.stdout)["measures"]["max"] == 3.4028234663852886e38
+
+
+@pytest.mark.parametrize("end", ["\u2028", "\u2029", "\x85"])
+def test_line_ends_of_unicode_are_text(tmp_path: Path, end: str) -> None:
+    line = {"id": f"a{end}b", "token_ids": [1], "rollout_logprobs": [-1], "trainer_logprobs": [-1]}
+    (tmp_path / "log.jsonl").write_text(json.dumps(line, ensure_ascii=False), encoding="utf-8")
+    assert audit(tmp_path / "log.jsonl").sequences[0][0] == f"a{end}b"
 
 
 def test_an_empty_log_is_no_verdict(tmp_path: Path) -> None:

@@ -98,6 +98,12 @@ def test_a_place_that_is_none_is_said_before_the_work(option: str, target: str) 
         assert run("bisect", "no/such/model", "-o", target).stderr == run("env", "-o", target).stderr == result.stderr
 
 
+def test_two_formats_in_one_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("check", "no/such/model", "-o", "r.json", "--html", tmp_path / "r.json")
+    assert result.exit_code == 2 and "two formats have one file" in result.stderr
+
+
 def test_out_of_memory_is_no_bug(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def allocate(*args: object) -> None:
         torch.empty(2**60, dtype=torch.uint8)

@@ -132,6 +132,8 @@ def test_two_processes_that_differ_in_one_variable(tmp_path: Path) -> None:
     ('{"kind": "precgraph environment", "schema": 99}', "schema 99"),
     ('{"kind": "precgraph environment", "schema": 1}', "no table"),
     (json.dumps({**BASE, "versions": {}}), "torch's version"),
+    (json.dumps({**BASE, "versions": {"torch": None}}), "torch's version"),
+    (json.dumps({**BASE, "cards": ["NVIDIA H200"]}), "list of cards"),
     (json.dumps(BASE)[:-1] + ', "versions": {}}', "there twice"),
 ])  # fmt: skip
 def test_a_file_that_is_no_record(tmp_path: Path, text: str, part: str) -> None:

@@ -104,6 +104,8 @@ BAD_CONFIGS = {
     "uneven kv heads": ({**LLAMA, "num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of"),
     "quantization of a word": ({**LLAMA, "quantization_config": "fp8"}, "quantization_config holds no table"),
     "no layers": ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    "no width": ({**LLAMA, "hidden_size": 0}, "hidden_size is 0"),
+    "no vocabulary": ({**LLAMA, "vocab_size": 0}, "vocab_size is 0"),
     "unknown activation": ({**LLAMA, "hidden_act": "swash"}, "cannot build this model.*swash"),
 }
 

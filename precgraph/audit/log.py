@@ -29,6 +29,9 @@ NAMES: dict[str, tuple[str, ...]] = {
     "top_p": ("top_p",), "top_k": ("top_k",), "min_p": ("min_p",), "id": ("id", "uid", "serial"),
 }  # fmt: skip
 
+_ROUNDING = 1e-3  # how far a value may lie beyond its range
+_LARGEST = 3.4028234663852886e38  # of fp32, in which trainers compute: sums of such values stay finite here
+
 # What a number must be: in words, and as a condition on finite ones.
 _RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
     "temperature": ("a number above 0", lambda v: v > 0),
@@ -59,17 +62,17 @@ class Logged:
 def read(path: Path) -> Iterator[Logged]:
     """The sequences of a log, in order."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().splitlines()  # of bytes: a string of JSON may hold Unicode's own line ends
+    except OSError as error:
         raise InputError(f"cannot be read: {error}", path=str(path), remedy="name a .jsonl file") from None
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield _sequence(line, f"{path}:{number}", number)
 
 
-def _sequence(line: str, where: str, number: int) -> Logged:
+def _sequence(line: bytes, where: str, number: int) -> Logged:
     try:
-        data = strict_json.parse(line)
+        data = strict_json.parse(line.decode())
     except ValueError as error:
         remedy = "write one object a line, and null for a token without a value"
         raise InputError(f"is not JSON: {error}", path=where, remedy=remedy) from None
@@ -84,7 +87,7 @@ def _sequence(line: str, where: str, number: int) -> Logged:
             f"has {len(ids)} token_ids and {len(rollout)} rollout_logprobs", path=where, remedy="log alike"
         )
     for name, values in (("rollout", rollout), ("trainer", trainer)):
-        if (values > 1e-3).any():
+        if (values > _ROUNDING).any():
             raise InputError(
                 f"{name} has a positive log-probability", path=where, remedy="log natural log-probabilities"
             )
@@ -92,6 +95,13 @@ def _sequence(line: str, where: str, number: int) -> Logged:
     for key, value in extra.items():
         if value is not None and len(value) != len(rollout):
             raise InputError(f"has {len(value)} {key} for {len(rollout)} tokens", path=where, remedy="log one a token")
+    for key, most in (("kept_mass", 1.0), ("entropy", math.inf)):
+        value = extra[key]
+        if value is not None and ((value < -_ROUNDING) | (value > most + _ROUNDING)).any():
+            words = f"from 0 to {most:g}" if most < math.inf else "of 0 or more"
+            raise InputError(
+                f"{key} has a value that is not {words}", path=where, remedy="log null where it is unknown"
+            )
     mask = np.ones(len(rollout), bool) if extra["mask"] is None else extra["mask"] > 0
     numbers = {key: _number(data, key, where) for key in (*_RANGES, "version", "trainer_version")}
     top_p, top_k, min_p = (numbers[key] for key in ("top_p", "top_k", "min_p"))
@@ -133,6 +143,6 @@ def _array(data: Mapping[str, Any], key: str, where: str) -> Array | None:
     if value is None:
         return None
     is_list = isinstance(value, list)
-    if not is_list or not all(isinstance(v, int | float) and _is_finite(v) for v in value if v is not None):
+    if not is_list or not all(isinstance(v, int | float) and abs(v) <= _LARGEST for v in value if v is not None):
         raise InputError(f"{key} is not a list of numbers", path=where, remedy="log one finite number a token, or null")
     return np.array([math.nan if v is None else float(v) for v in value], dtype=np.float64)

@@ -57,7 +57,11 @@ class Formats:
     github: bool = False
 
     def __post_init__(self) -> None:
-        require_place(self.output, self.html, self.sarif, self.junit)
+        files = [path for path in (self.output, self.html, self.sarif, self.junit) if path is not None]
+        require_place(*files)
+        regular = [path.resolve() for path in files if path.is_file() or not path.exists()]
+        if len(set(regular)) < len(regular):
+            raise InputError("two formats have one file", remedy="name a file for each")
         if self.github and self.as_json:
             raise InputError("--json and --github both want stdout", remedy="write the JSON to a file: -o FILE")
 

@@ -110,9 +110,9 @@ def read(path: str | Path) -> dict[str, Any]:
     for table in ("versions", "variables", "cpu", "flags", "digests"):
         if not isinstance(data.get(table), dict):
             raise InputError(f"has no table {table!r}", path=str(path), remedy="write it again")
-    if not isinstance(data.get("cards"), list):
+    if not isinstance(data.get("cards"), list) or not all(isinstance(card, dict) for card in data["cards"]):
         raise InputError("has no list of cards", path=str(path), remedy="write it again")
-    if "torch" not in data["versions"]:  # an empty record would differ from nothing
+    if not isinstance(data["versions"].get("torch"), str):  # an empty record would differ from nothing
         raise InputError("does not name torch's version", path=str(path), remedy="write it again")
     return data
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from precgraph.errors import CheckError, InputError
 from precgraph.graph import PrecisionGraph
+from precgraph.loading import load_config_model, program_config
 from precgraph.lowering.lower import lower, target
 from precgraph.passes.pipeline import build
 from precgraph.recipe import Recipe
@@ -72,6 +74,25 @@ def lowered(
     """
     device = device or target(traced.tensors.values())
     return lower(build(traced.graph, mode, recipe, check=True), backend, device)
+
+
+def trace_served(model: str | Path, checkpoint: str | Path) -> Trace | None:
+    """The trace of the model that the ``config.json`` of a served ``checkpoint`` describes; None if it has the program
+    that ``model`` describes."""
+    ours, theirs = load_config_model(model), load_config_model(checkpoint)
+    if program_config(ours) == program_config(theirs):
+        return None
+    found = trace(theirs)
+    return None if found.graph.digest() == trace(ours).graph.digest() else found
+
+
+def require_served(model: str | Path, checkpoint: str | Path) -> None:
+    """InputError if a served ``checkpoint`` is of another model than ``model``, whatever its weights are."""
+    if trace_served(model, checkpoint) is not None:
+        raise InputError(
+            f"its config.json describes another program than that of {model}", path=str(checkpoint),
+            remedy=f"precgraph check {model} --infer {checkpoint} names the nodes that differ",
+        )  # fmt: skip
 
 
 def _finished(graph: PrecisionGraph, mode: str, recipe: Recipe | None) -> PrecisionGraph:

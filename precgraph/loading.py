@@ -30,6 +30,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_HOST = "huggingface.co"
 _AUTO: Any = AutoModelForCausalLM  # its factories are not typed
 _T = TypeVar("_T")
+_NO_PROGRAM = ("_name_or_path", "dtype", "quantization_config", "transformers_version", "use_cache")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,11 @@ def load_model(model: str | Path) -> PreTrainedModel:
         return _load_gguf(source, source.weights)
     _refuse_quantized(source, _json_config(source))
     return _from_pretrained(source, source.weights, use_safetensors=True)
+
+
+def program_config(model: PreTrainedModel) -> dict[str, Any]:
+    """What of a model's config may change its program: neither how it was stored nor by what."""
+    return {k: v for k, v in model.config.to_dict().items() if k not in _NO_PROGRAM}
 
 
 def _from_pretrained(source: Source, weights: str, **options: Any) -> PreTrainedModel:

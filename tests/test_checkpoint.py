@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from typer.testing import CliRunner
@@ -301,3 +303,14 @@ def test_the_command(tmp_path: Path, llama: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (llama / "fp8" / "model.safetensors").read_bytes()
     again = CliRunner().invoke(app, ["export", str(llama / "masters"), "-o", str(tmp_path / "out")])
     assert again.exit_code == 2 and "exists already" in again.stderr
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tensors: Any, path: Path, **_: Any) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(sys.modules["precgraph.checkpoint.export"], "save_file", fail)
+    with pytest.raises(InputError, match="cannot be written.*No space left"):
+        export(causal_lm("llama"), Recipe.jet_rl(), tmp_path / "fp8")
+    assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -402,3 +403,26 @@ def test_a_skip_list_that_says_otherwise_is_mended(masters: Path, exported: Path
     unfixed = run(other, "--fix")
     assert unfixed.exit_code == 1 and "by hand: PG106" in unfixed.stderr
     assert (other / "config.json").read_text() == kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rms_norm_eps": 0.5}, {"rope_parameters": {"rope_theta": 17.0, "rope_type": "default"}},
+        {"num_hidden_layers": 1}, {"hidden_act": "gelu"}, {"max_position_embeddings": 4096},
+    ],
+)  # fmt: skip
+def test_what_a_checkpoints_own_config_describes_is_compared_too(
+    masters: Path, exported: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    """Its weights are right, and its config says what is computed with them. Positions alone change no program."""
+    shutil.copytree(exported, tmp_path / "fp8")
+    path = tmp_path / "fp8" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    same_program = "max_position_embeddings" in change
+    for level, exit_code in (("graph", 1), ("weights", 2), ("numerics", 2)):
+        train = "jet_rl" if level == "weights" else "vllm"
+        args = ["check", str(masters), "--level", level, "--train", train, "--infer", str(tmp_path / "fp8")]
+        result = CliRunner().invoke(app, args)
+        assert result.exit_code == (0 if same_program else exit_code), (level, result.output)
+        assert ("describes another program" in result.stderr) == (exit_code == 2 and not same_program)

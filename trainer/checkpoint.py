@@ -107,7 +107,7 @@ def save(directory: Path, state: State, *, keep: int = 0) -> Path:
             _flush(temporary / name)
         os.rename(temporary, final)
         _flush(root(directory))
-    except (OSError, RuntimeError) as error:  # safetensors reports a full disk as its own RuntimeError
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is one or another, by the version
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"could not save step {state.step}: {error}", path=str(final), remedy=_remedy(directory)

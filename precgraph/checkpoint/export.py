@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -77,6 +78,11 @@ def export(
         counts = _write(source, selection, recipe, temporary, step)
         os.rename(temporary, final)
         _flush(final.parent)
+    except SafetensorError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise InputError(
+            f"cannot be written: {error}", path=str(final), remedy="make room, and export again"
+        ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise

@@ -120,17 +120,18 @@ def _graphs(model: str, train: str, infer: str, backend: str) -> tuple[Report, d
         named = parse(train), parse(infer)
         traced = trace_model(model, step)
         from precgraph.checking import check as compare
-        from precgraph.checking import lowered
+        from precgraph.checking import lowered, trace_served
         from precgraph.lowering.lower import backend_name, target
         from precgraph.report.layer import drawn_parts
 
         device = target(traced.tensors.values())
         sides = resolve_for(traced.graph, named, os.environ)
         recipes = sides[0].recipe, sides[1].recipe
+        own = [side.checkpoint and trace_served(model, side.checkpoint) for side in named]
         step("building the training program")
-        train_graph = lowered(traced, "train", recipes[0], backend, device)
+        train_graph = lowered(own[0] or traced, "train", recipes[0], backend, device)
         step("building the rollout program")
-        infer_graph = lowered(traced, "infer", recipes[1], backend, device)
+        infer_graph = lowered(own[1] or traced, "infer", recipes[1], backend, device)
         step("comparing")
         report = explain(compare(train_graph, infer_graph), *sides)
         context = {

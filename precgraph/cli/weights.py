@@ -16,6 +16,7 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
     """Compare the checkpoint ``infer`` with what ``train`` makes of ``masters``; the exit code."""
     with progress() as step:
         step("starting torch")
+        from precgraph.checking import require_served
         from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, select
         from precgraph.loading import load_config_model
         from precgraph.recipe import Recipe
@@ -27,6 +28,8 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
         step("reading names and shapes")
         ours, theirs = Checkpoint(masters), Fp8Checkpoint(infer)
         step("asking the recipe which layers are quantised")
+        if "model_type" in theirs.config:
+            require_served(masters, infer)
         model = load_config_model(masters)
         traced = trace(model)
         recipe = resolve_for(traced.graph, named, os.environ)[0].recipe

@@ -37,6 +37,12 @@ class Side:
     path: str = ""
     keys: Keys | None = None
 
+    @property
+    def checkpoint(self) -> str | None:
+        """The checkpoint that the side serves, if it names one: where a config.json of a model is."""
+        own = Path(self.path).is_dir() or Path(self.path).name == "config.json"
+        return self.path if own and "model_type" in (self.config or {}) else None
+
 
 @dataclass(frozen=True, slots=True)
 class Resolved:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from trainer import checkpoint
 from trainer.checkpoint import State
@@ -47,7 +48,9 @@ def test_random_states_return() -> None:
     assert torch.equal(torch.rand(4), first)
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("I/O error: no space left")])
+@pytest.mark.parametrize(
+    "error", [kind("No space left on device (os error 28)") for kind in (OSError, RuntimeError, SafetensorError)]
+)
 def test_a_full_disk_leaves_the_last_good_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

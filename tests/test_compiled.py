@@ -235,6 +235,7 @@ def test_bad_calls(actor: Any, arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"cu_seq_lens_q": torch.tensor([0.0, 4.0])}, "cu_seq_lens must be int64 or int32"),
         ({"cu_seq_lens_q": torch.tensor([0, 5])}, "must rise from 0 to 4"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 2, 4])}, "must rise from 0 to 4"),
         ({"cu_seq_lens_q": torch.tensor([0, 4]), "position_ids": torch.tensor([[0, 1, 0, 1]])}, "jump from 1 to 0"),
@@ -253,8 +254,8 @@ def test_bad_ids(actor: Any) -> None:
     for ids, message in (
         (torch.tensor([[1, VOCABULARY]]), f"1..{VOCABULARY}, outside the vocabulary"),
         (torch.tensor([[-1, 2]]), "-1..2, outside the vocabulary"),
-        (torch.tensor([1, 2]), "input_ids must be integers"),
-        (torch.ones(1, 4), "input_ids must be integers"),
+        (torch.tensor([1, 2]), "input_ids must be int64 or int32"),
+        (torch.ones(1, 4), "input_ids must be int64 or int32"),
     ):
         with pytest.raises(InputError, match=message):
             actor(ids)

@@ -52,7 +52,7 @@ def pack(
         if given is not None and not isinstance(given, Tensor):
             raise InputError(f"{name} must be a tensor, not {type(given).__name__}", remedy="pass torch.tensor(...)")
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"input_ids must be integers [batch, tokens], not {_describe(input_ids)}")
+        raise InputError(f"input_ids must be int64 or int32 [batch, tokens], not {_describe(input_ids)}")
     rows, width = input_ids.shape
     mask = _check_mask(attention_mask, input_ids)
     if position_ids is not None:
@@ -120,6 +120,8 @@ def _check_mask(mask: Tensor | None, input_ids: Tensor) -> Tensor:
 
 
 def _check_cu_seq_lens(cu_seq_lens: Tensor, rows: int, width: int, mask: Tensor) -> tuple[int, ...]:
+    if cu_seq_lens.dtype not in (torch.int64, torch.int32):
+        raise InputError(f"cu_seq_lens must be int64 or int32 [sequences + 1], not {_describe(cu_seq_lens)}")
     bounds = tuple(cu_seq_lens.flatten().tolist())
     rising = all(a < b for a, b in pairwise(bounds))
     if rows != 1 or not bool(mask.all()) or bounds[:1] != (0,) or bounds[-1] != width or not rising:

@@ -152,7 +152,7 @@ def test_what_the_server_refuses_passes_and_asks_no_worker() -> None:
     assert engine.taken == 0
 
 
-@pytest.mark.parametrize("content", [b"{'a'", b"[1]", b'{"vllm_xargs": 3}'])
+@pytest.mark.parametrize("content", [b"{'a'", b"[1]", b'{"vllm_xargs": 3}', b"[" * 100_000])
 def test_what_is_no_request_is_the_servers_to_refuse(content: bytes) -> None:
     assert ask(Engine(), content, status=400, answer={"error": "bad"})[:2] == (400, {"error": "bad"})
 

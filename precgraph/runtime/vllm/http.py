@@ -139,7 +139,7 @@ def _require_one_engine(parallel: Any) -> None:
 def _parsed(content: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("vllm_xargs") or {}, dict) else None
 

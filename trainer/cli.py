@@ -135,6 +135,8 @@ def export(
     """Write a checkpoint as a Hugging Face directory: weights, config and tokenizer."""
     from trainer.loop import Trainer
 
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError("exists already", path=str(output), remedy="name a directory that does not exist")
     trainer = Trainer(load(directory / "config.toml"))
     trainer.restore(directory, step)
     trainer.export(output)

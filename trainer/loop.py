@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trainer import checkpoint, loss
 from trainer.config import Config
 from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, TrainerError
-from trainer.metrics import Alarms, Assertion, Record, Recorder
+from trainer.metrics import Alarms, Assertion, Record, Recorder, require_measured
 from trainer.models import device_of, limit_memory, load_policy, load_tokenizer
 from trainer.optim import MasterOptimizer
 from trainer.precision import build_pair
@@ -45,6 +45,7 @@ class Trainer:
     ) -> None:  # fmt: skip
         self.config, self.console = config, console or Console(stderr=True)
         self.assertions = [Assertion.parse(text) for text in config.metrics.asserts]
+        require_measured(self.assertions, config)
         self.task = task or load_task(config.task)
         torch.manual_seed(config.run.seed)
         self.device = device_of(config.model.device)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.config import MetricsTable, nearest
+from trainer.config import Config, MetricsTable, nearest
 from trainer.errors import ConfigError, MetricAssertionError, TrainerError
 
 Record = dict[str, Any]
@@ -172,6 +172,17 @@ class Assertion:
                 f"step {record.get('step')}: {self.name} is {value:g}, and {self.text!r} was asserted",
                 remedy="the state is saved; see metrics.jsonl",
             )
+
+
+def require_measured(assertions: Iterable[Assertion], config: Config) -> None:
+    """ConfigError for an assertion on what no step of a run measures: it would hold without having been checked."""
+    evaluates = 0 < config.run.eval_every <= config.run.steps
+    for a in assertions:
+        owner = next((name for name, table in FOREIGN.items() if a.name in table), None)
+        if a.name.startswith("eval/") and not evaluates:
+            raise ConfigError(f"assertion {a.text!r}: the run never evaluates", remedy="set run.eval_every")
+        if owner is not None and owner not in config.metrics.names:
+            raise ConfigError(f"assertion {a.text!r}: {a.name} is not logged", remedy=f"--metric-names {owner}")
 
 
 # ------------------------------------------------------------------------------------------ alarms

@@ -55,7 +55,11 @@ class Run:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Runs with at least one record."""
+    """Runs with at least one record. TrainerError for one that has none, and for one that is named twice, which would
+    be a seed of its own."""
+    for path in paths:
+        if [p.resolve() for p in paths].count(path.resolve()) > 1:
+            raise TrainerError("is named twice", path=str(path), remedy="name each run once")
     runs = [Run(p, load(p / "config.toml"), read_records(p)) for p in paths]
     for run in runs:
         if not run.records:
@@ -122,7 +126,7 @@ def _curve(axis: Any, records: Sequence[Record], key: str, colour: str, label: s
 
 
 def _finish(axis: Any, key: str, title: str, records: Sequence[Record]) -> None:
-    values = [float(r[key]) for r in records if r.get(key) is not None]
+    values = [float(r[key]) for r in records if r.get(key) is not None and math.isfinite(r[key])]
     axis.set_title(title, fontsize=10)
     axis.set_xlabel("step", fontsize=9)
     axis.grid(alpha=0.25)

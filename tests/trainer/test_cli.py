@@ -96,6 +96,9 @@ def test_a_life_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (["--set", "model.path=nowhere"], "nowhere"),
         (["--set", "task.data=python:cli_task:itms"], "did you mean 'items'?"),
         (["--assert", "mismatch/maximum == 0"], "did you mean 'mismatch/max'?"),
+        (["--assert", "eval/pass_rate > 0"], "the run never evaluates"),
+        (["--assert", "eval/pass_rate > 0", "--set", "run.eval_every=3"], "the run never evaluates"),
+        (["--assert", "gen_kl_error < 1", "--metric-names", "trl"], "gen_kl_error is not logged; --metric-names nemo"),
         (["--set", "model.device=cuda:77"], "cuda"),
     ],
 )
@@ -111,6 +114,26 @@ def test_directories_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture
     for command in (["resume"], ["plot"], ["compare"], ["eval"]):
         assert call(*command, tmp_path) == 2
         assert "Traceback" not in capsys.readouterr().err
+
+
+def test_assertions_on_what_is_measured_are_taken(config: Path) -> None:
+    more = ["--assert", "eval/pass_rate >= 0", "--assert", "gen_kl_error == 0", "--metric-names", "nemo"]
+    assert call("run", config, "--dry-run", *more, "--set", "run.eval_every=2") == 0
+
+
+def test_an_export_replaces_nothing(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers only logs an error for a file, and mixes its files with those that a directory has."""
+    assert call("run", config, "--max-seconds", 0) == 0
+    for taken in (config, config.parent):
+        assert call("export", tmp_path / "run", taken) == 2 and "exists already" in capsys.readouterr().err
+
+
+def test_a_run_that_is_named_twice_is_no_second_seed(tmp_path: Path) -> None:
+    tiny.settings(tmp_path).save(tmp_path / "config.toml")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "mismatch/max": Infinity}\n')
+    assert call("plot", tmp_path, "-o", tmp_path / "curves") == 0
+    for command in ("plot", "compare"):
+        assert call(command, tmp_path, tmp_path / ".." / tmp_path.name) == 2
 
 
 def test_what_is_no_broken_assertion_does_not_exit_1(config: Path, tmp_path: Path) -> None:

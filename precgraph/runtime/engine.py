@@ -171,17 +171,8 @@ class Engine:
     def _prompt(self, index: int, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """The ids of prompt ``index`` as integers; InputError for what cannot be served."""
         name = f"prompt {index}"
-        try:
-            ids = [operator.index(t) for t in prompt]
-        except TypeError:
-            remedy = "pass a list of lists of integers"
-            raise InputError(f"{name} is not a sequence of token ids", remedy=remedy) from None
-        if not ids:
-            raise InputError(f"{name} is empty", remedy="begin it with the tokenizer's start token")
-        for what, tokens in ((name, ids), (f"stop_token_ids of {name}", params.stop_token_ids)):
-            outside = [t for t in tokens if not 0 <= t < self._vocabulary]
-            if outside:
-                raise InputError(f"{what} holds {outside[0]}, outside the vocabulary 0..{self._vocabulary - 1}")
+        ids = prompt_ids(name, prompt, self._vocabulary)
+        require_in_vocabulary(f"stop_token_ids of {name}", params.stop_token_ids, self._vocabulary)
         self._require_room(
             f"{name} of {len(ids)} tokens and max_tokens={params.max_tokens}", len(ids) + params.max_tokens
         )
@@ -300,3 +291,23 @@ def _progress_bar(requests: Sequence[Request], *, shown: bool) -> Iterator[Calla
             bar.update(task, completed=sampled, total=expected)
 
         yield update
+
+
+def prompt_ids(name: str, prompt: Sequence[int], vocabulary: int) -> list[int]:
+    """The ids of a prompt as integers; InputError, with the prompt's ``name``, for what are none."""
+    try:
+        ids = [operator.index(t) for t in prompt]
+    except TypeError:
+        remedy = "pass a list of lists of integers"
+        raise InputError(f"{name} is not a sequence of token ids", remedy=remedy) from None
+    if not ids:
+        raise InputError(f"{name} is empty", remedy="begin it with the tokenizer's start token")
+    require_in_vocabulary(name, ids, vocabulary)
+    return ids
+
+
+def require_in_vocabulary(name: str, ids: Sequence[int], vocabulary: int) -> None:
+    """InputError for the first id that no token has."""
+    outside = [t for t in ids if not 0 <= t < vocabulary]
+    if outside:
+        raise InputError(f"{name} holds {outside[0]}, outside the vocabulary 0..{vocabulary - 1}")

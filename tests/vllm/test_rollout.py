@@ -163,5 +163,10 @@ def test_wrong_prompts_are_refused_before_anything_runs(pair: tuple[Any, Any]) -
         llm.generate([[1], []], SamplingParams())
     with pytest.raises(InputError, match="prompt 0 holds 997, outside the vocabulary"):
         llm.generate([[997]], SamplingParams())
+    for text in ("12", [1.7]):
+        with pytest.raises(InputError, match="prompt 0 is not a sequence of token ids"):
+            llm.generate([text], SamplingParams())
+    with pytest.raises(InputError, match=r"temperature = 0.001: vLLM takes 0.01 in its place"):
+        llm.generate([[1]], SamplingParams(temperature=0.001))
     with pytest.raises(InputError, match="2 prompts but 1 sampling"):
         llm.generate([[1], [2]], [SamplingParams()])

@@ -25,7 +25,7 @@ from precgraph.errors import (
 )
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
-from precgraph.runtime.engine import Completion
+from precgraph.runtime.engine import Completion, prompt_ids
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, SEED, register
 from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state
@@ -124,7 +124,7 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompt_token_ids)
         if len(each) != len(prompt_token_ids):
             raise InputError(f"{len(prompt_token_ids)} prompts but {len(each)} sampling parameters")
-        prompts = [self._prompt(i, p) for i, p in enumerate(prompt_token_ids)]
+        prompts = [prompt_ids(f"prompt {i}", p, self.vocabulary) for i, p in enumerate(prompt_token_ids)]
         asked = [_request(p) for p in each]
         version = self._served
         try:
@@ -144,15 +144,6 @@ class LLM:
         ]
         require_finite(torch.tensor([p for s in samples for p in s.logprobs]))
         return samples
-
-    def _prompt(self, index: int, prompt: Sequence[int]) -> list[int]:
-        ids = [int(t) for t in prompt]
-        if not ids:
-            raise InputError(f"prompt {index} is empty", remedy="begin it with the tokenizer's start token")
-        outside = [t for t in ids if not 0 <= t < self.vocabulary]
-        if outside:
-            raise InputError(f"prompt {index} holds {outside[0]}, outside the vocabulary 0..{self.vocabulary - 1}")
-        return ids
 
     def _require_ready(self) -> None:
         if self._broken is not None:

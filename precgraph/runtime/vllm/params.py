@@ -61,11 +61,20 @@ def of_vllm(params: Any) -> SamplingParams:
 
 
 def to_vllm(params: SamplingParams) -> Any:
-    """vLLM's parameters for ours; stop tokens end a request as ours do, and nothing else does."""
-    return VllmParams(
+    """vLLM's parameters for ours; stop tokens end a request as ours do, and nothing else does.
+
+    InputError for a temperature in whose place vLLM would take another.
+    """
+    made = VllmParams(
         max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
         stop_token_ids=list(params.stop_token_ids), ignore_eos=True, seed=params.seed, logprobs=0, detokenize=False,
     )  # fmt: skip
+    if made.temperature != params.temperature:
+        raise InputError(
+            f"temperature = {params.temperature}: vLLM takes {made.temperature} in its place",
+            remedy=f"take 0 (greedy), or {made.temperature} and more",
+        )
+    return made
 
 
 def completion_fields(output: Any, version: int, kept_mass: Mapping[Any, float] = {}) -> dict[str, Any]:

@@ -100,7 +100,9 @@ def backends(backend: str, device: torch.device) -> tuple[str, ...]:
     names = BACKENDS[AUTO.get(device.type, "reference") if backend == "auto" else backend]
     for name in names:
         importlib.import_module(_MODULES[name])
-    problem = unavailable(backend, device) if backend != "auto" else None
+    if backend == "auto":
+        return names
+    problem = unavailable(backend if backend in _MODULES else names[0], device)  # triton_flash is no module
     if problem is not None:
         raise problem
     return names

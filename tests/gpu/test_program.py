@@ -101,6 +101,19 @@ def test_trainer_and_rollout_agree_on_every_bit(name: str) -> None:
         assert differing([(i, p, min(n, p + 9)) for i, n in enumerate(LENGTHS) for p in [draw.randrange(n)]]) == 0
 
 
+def test_a_rollout_on_other_gemms_is_near_and_says_so() -> None:
+    """Triton's GEMMs for DeepGEMM's: other sums of the same products, which the check names."""
+    actor, _ = pair("smollm2")
+    rollout = precgraph.compile(actor, "infer", backend="triton_flash")
+    kernels = rollout.precgraph.kernels().values()
+    assert not [k.op for k in kernels if k.backend == "reference" and not k.numerics.startswith("aten.")]
+    assert not precgraph.check(actor, rollout).ok
+    ids, bounds = packed("smollm2")
+    with torch.no_grad():
+        right, found = (precgraph.token_logprobs(side, ids, cu_seq_lens=bounds) for side in (actor, rollout))
+    assert 0 < float((right - found).abs().mean()) < 0.05
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The backward repeats its bits when torch is told to, with checkpointing too."""

@@ -48,6 +48,14 @@ def test_a_row_draws_alone_what_it_draws_in_a_batch(width: int) -> None:
         assert torch.equal(draw(logits[part].contiguous(), temperature[part], quantiles[part]), whole[part])
 
 
+def test_bf16_logits_are_read_as_fp32() -> None:
+    from precgraph.lowering.triton.draw import draw
+
+    logits, temperature, quantiles = batch(9001)
+    half = logits.bfloat16()
+    assert torch.equal(draw(half, temperature, quantiles), draw(half.float(), temperature, quantiles))
+
+
 def test_shares_of_draws_are_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
     draws = 10_000

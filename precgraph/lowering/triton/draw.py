@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
-"""One token a row from fp32 logits, at a given quantile of ``softmax(logits / temperature)``; nothing waits.
+"""One token a row from logits, at a given quantile of ``softmax(logits / temperature)``; nothing waits.
 
 The vocabulary is cut into blocks of 4096. One pass over the logits gives each block's maximum and its sum of
 ``exp(z - maximum)``, in fp64; then a row picks its block by the running sums, and in that block alone its token. What
@@ -20,7 +20,7 @@ BLOCK = 4096
 
 
 def draw(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
-    """``logits [N, V]`` fp32 with rows of any step, ``temperature [N]`` fp32, ``quantiles [N]`` fp64 in [0, 1).
+    """``logits [N, V]``, read as fp32, with rows of any step, ``temperature [N]`` fp32, ``quantiles [N]`` fp64 in [0, 1).
 
     Returns ``[N]`` int64: the first token whose running sum of probabilities exceeds the quantile. A row that holds NaN
     gives some token of the vocabulary, whose log-probability is NaN.
@@ -43,7 +43,7 @@ def draw(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
 def _tempered(logits, temperature, row, cols, stride, V):
     """``logits / temperature`` of some columns, -inf outside the vocabulary."""
     z = tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf"))
-    return tl.div_rn(z, tl.load(temperature + row))
+    return tl.div_rn(z.to(tl.float32), tl.load(temperature + row))
 
 
 @triton.jit

@@ -20,7 +20,7 @@ BLOCK = 4096
 
 
 def draw(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
-    """``logits [N, V]``, read as fp32, with rows of any step, ``temperature [N]`` fp32, ``quantiles [N]`` fp64 in [0, 1).
+    """``logits [N, V]``, read as fp32, rows of any step; ``temperature [N]`` fp32, ``quantiles [N]`` fp64 in [0, 1).
 
     Returns ``[N]`` int64: the first token whose running sum of probabilities exceeds the quantile. A row that holds NaN
     gives some token of the vocabulary, whose log-probability is NaN.

@@ -27,6 +27,7 @@ from trainer.errors import TrainerError
 
 CONFIG = Path(__file__).parent / "configs" / "smollm2.toml"
 SAVING = 30.0  # seconds that the last checkpoints of all runs may take
+ORIGIN = "converted-from.txt"  # beside the converted model: what it was made of
 SHARE = 0.9  # of the card's memory that all runs together may take
 TRAIN = [sys.executable, "-m", "trainer.cli"]
 # Counts that the configuration meets (precgraph.runtime.sizes): tokens of a micro-batch, from one cell's smallest on,
@@ -39,19 +40,26 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit code: 0 if every run stands, done or to be continued."""
+    """Returns the exit code: 0 if every run stands, done or to be continued; 2 if none could start."""
     end = time.monotonic() + options.seconds
     runs, logs = Path(options.runs), Path(options.runs) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     model = runs / "model"
-    if not (model / "config.json").exists():
+    if not model.exists():
         say("converting the model")
         convert(options.model, model)
+    origin = (model / ORIGIN).read_text() if (model / ORIGIN).exists() else options.model
+    if origin != options.model:
+        say(f"{runs} holds runs of {origin}, not of {options.model}: name another folder with --runs")
+        return 2
     count = len(options.arms) * len(options.seeds)
     common = [f"model.path={model}", f"model.memory={SHARE / count:.3f}", *options.settings]
     if not options.no_smoke and not smoke(common, runs, logs, options.warm, end):
         return 1
     seconds = end - SAVING - time.monotonic()
+    if seconds <= 0:
+        say(f"no time is left for a step: --seconds {options.seconds:g} is too few")
+        return 2
     say(f"starting {count} runs for {seconds:.0f} s")
     threads = max(1, (os.cpu_count() or 1) // count)
     started = {
@@ -172,12 +180,17 @@ def warm(settings: Sequence[str], part: int, parts: int) -> None:
 
 
 def convert(source: str, target: Path) -> None:
-    """Save a model and its tokenizer as a Hugging Face directory, so that many processes load it quickly."""
+    """Save a model and its tokenizer as a Hugging Face directory, so that many processes load it quickly; the directory
+    appears whole, with a note of its source."""
     from trainer.config import ModelTable
     from trainer.models import load_policy, load_tokenizer
 
-    load_policy(ModelTable(path=source)).save_pretrained(target)
-    load_tokenizer(source).save_pretrained(target)
+    part = target.with_name(f".{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    load_policy(ModelTable(path=source)).save_pretrained(part)
+    load_tokenizer(source).save_pretrained(part)
+    (part / ORIGIN).write_text(source)
+    part.rename(target)
 
 
 # ----------------------------------------------------------------------------------------- helpers
@@ -275,13 +288,20 @@ def main() -> None:
     three.add_argument("--runs", default="runs/arms")
     three.add_argument("-o", "--output", type=Path, default=Path("docs/results/smollm2-arms"))
     options = parser.parse_args()
+    for name in ("arms", "seeds"):  # one named twice would be two processes in one run directory
+        setattr(options, name, list(dict.fromkeys(getattr(options, name, []))))
     if options.command == "warm":
         warm(options.settings, *options.part)
         return
     if options.command == "report":
         from trainer.report import write_report
 
-        for path in write_report(Path(options.runs), options.output):
+        try:
+            written = write_report(Path(options.runs), options.output)
+        except TrainerError as error:
+            say(str(error))
+            raise SystemExit(2) from None
+        for path in written:
             print(path)
         return
     raise SystemExit(run(options) if options.command == "run" else kernels(options))

@@ -1,0 +1,61 @@
+"""The experiment's driver: what must not start, and what a second part finds."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer import tiny
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "grpo_arms.py"
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *args: object) -> int:
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, args)])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    return int(end.value.code or 0)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    tiny.model(layers=1).save_pretrained(tmp_path / "policy")
+    tiny.tokenizer().save_pretrained(tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def test_one_folder_is_of_one_model(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    common = ["--runs", runs, "--no-smoke", "--seconds", 1]  # so that nothing is started
+    assert call(monkeypatch, "run", "--model", policy, *common) == 2
+    assert "no time is left" in capsys.readouterr().out and (runs / "model" / "model.safetensors").exists()
+    assert call(monkeypatch, "run", "--model", "another", *common) == 2
+    assert f"holds runs of {policy}, not of another" in capsys.readouterr().out
+
+
+def test_a_conversion_that_breaks_off_is_made_again(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str) -> Any:
+        raise OSError("broke off")  # after the weights and the config
+
+    script = runpy.run_path(str(SCRIPT))
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="broke off"):
+        patch.setattr("trainer.models.load_tokenizer", fail)
+        script["convert"](str(policy), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+    script["convert"](str(policy), tmp_path / "model")
+    assert (tmp_path / "model" / "tokenizer.json").exists()
+
+
+def test_a_report_of_nothing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "report", "--runs", tmp_path / "none", "-o", tmp_path / "page") == 2
+    assert "holds no run with a step" in capsys.readouterr().out

@@ -94,7 +94,9 @@ class Trainer:
 
     def _guarded_step(self, show: Any) -> Record:
         """One step; whatever stops it before its update leaves the state of its start, saved."""
-        start = (self.stream.position, checkpoint.random_state(), self.optimizer.steps)
+        step, position, random, updates = (
+            self.step, self.stream.position, checkpoint.random_state(), self.optimizer.steps,
+        )  # fmt: skip
         try:
             self._interruptible = True
             if self._interrupted:
@@ -103,10 +105,11 @@ class Trainer:
         except BaseException as error:
             self._interruptible = False
             self.optimizer.discard()
-            self.stream.position = start[0]
-            if self.optimizer.steps != start[2]:
+            self.stream.position = position
+            if self.optimizer.steps != updates:
                 raise  # in the middle of several updates: the last checkpoint is the state to go back to
-            checkpoint.set_random_state(start[1])
+            self.step = step  # it may be past an update that was skipped
+            checkpoint.set_random_state(random)
             self.save()
             if isinstance(error, KeyboardInterrupt):
                 raise InterruptedRunError(f"interrupted; {self._resumable()}") from None

@@ -322,6 +322,21 @@ def resumed(tmp_path: Path, task: Any = None, **tables: Any) -> Trainer:
     return made
 
 
+def test_a_fault_in_an_evaluation_after_a_skipped_update_keeps_the_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(tmp_path, task=tiny.task(lambda item, text: 0.0), run={"steps": 1, "eval_every": 1})
+
+    def fail() -> Record:
+        raise RewardError("broke off")
+
+    monkeypatch.setattr(made, "evaluate", fail)
+    with pytest.raises(RewardError):
+        made.run()
+    assert made.optimizer.steps == 0 and read_records(tmp_path) == []
+    assert [(s, checkpoint.load(tmp_path, s).position) for s in checkpoint.steps(tmp_path)] == [(0, 0)]
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [

@@ -184,6 +184,20 @@ def test_non_finite_logits_are_an_error(bad: float, temperature: float) -> None:
         sample(logits, [SamplingParams(temperature=temperature)] * 2, [0.5, 0.5])
 
 
+def test_a_row_of_nan_draws_some_token_where_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU rows are not looked at before the draw: the row says NaN afterwards, and the others are as alone."""
+    monkeypatch.setattr("precgraph.runtime.sampling.require_finite", lambda values: None)
+    params = SamplingParams(top_p=0.9, top_k=40)
+    logits = random_logits(4, 100)
+    right = sample(logits, [params] * 4, [0.1, 0.4, 0.7, 0.99])
+    logits[1], logits[2, 3] = torch.nan, torch.inf
+    found = sample(logits, [params] * 4, [0.1, 0.4, 0.7, 0.99])
+    assert bool(((found.ids >= 0) & (found.ids < 100)).all())
+    assert found.logprobs[1:3].isnan().all()
+    assert torch.equal(found.ids[[0, 3]], right.ids[[0, 3]])
+    assert torch.equal(found.logprobs[[0, 3]], right.logprobs[[0, 3]])
+
+
 # --------------------------------------------------------------------------------------- parameters
 
 

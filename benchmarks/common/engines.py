@@ -98,7 +98,7 @@ def parts(
     lines: list[str] = []
     try:
         assert process.stdout is not None
-        with log.open("w") as file:
+        with log.open("w", buffering=1) as file:  # by lines: the driver itself may be killed
             for line in process.stdout:
                 file.write(f"{time.monotonic() - begun:7.1f} {line}")
                 lines = [*lines[-300:], line.rstrip()]

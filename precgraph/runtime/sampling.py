@@ -184,9 +184,9 @@ def _draw_truncated(scaled: Tensor, top_k: Tensor, share: Tensor, quantiles: Ten
     count = torch.where(top_k == 0, width, top_k.clamp(max=width))
     # A token stays while those before it hold less than the share; with a share of 1 that is all of any weight.
     wanted = share * sums.gather(-1, count - 1).double()
-    count = torch.minimum(count, ((sums - weights).double() < wanted).sum(-1, keepdim=True))
+    count = torch.minimum(count, ((sums - weights).double() < wanted).sum(-1, keepdim=True)).clamp(min=1)
     held = sums.gather(-1, count - 1).squeeze(1)
-    drawn = _draw(sums, quantiles, held)
+    drawn = _draw(sums, quantiles, held).clamp(max=width - 1)  # as the count, of NaN alone: some token of the row
     return order.gather(-1, drawn[:, None]).squeeze(1), held.double() / sums[:, -1].double()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -47,7 +48,7 @@ class ExactWorker:
     def compile_or_warm_up_model(self) -> Any:
         sizes = self._model().sizes.steps
         if sizes:
-            _log.info("precgraph: compiling GEMM kernels for %d sizes of a step; minutes if none is cached", len(sizes))
+            _log.info("precgraph: running %d sizes of a step; minutes if no kernel is compiled yet", len(sizes))
             self._warm_up(sizes)
         return super().compile_or_warm_up_model()  # type: ignore[misc]
 
@@ -55,7 +56,7 @@ class ExactWorker:
     def _warm_up(self, sizes: Sequence[int]) -> None:
         """Run the program once at each size, before graphs are captured and requests arrive."""
         model, scheduler = self._model(), self.vllm_config.scheduler_config
-        for size in sorted(sizes, reverse=True):
+        for size in tqdm(sorted(sizes, reverse=True), desc="precgraph: compiling kernels, sizes of a step"):
             if size <= scheduler.max_num_batched_tokens:
                 hidden = self.model_runner._dummy_run(size, skip_eplb=True)[0]
             if size <= model.sizes.fit(scheduler.max_num_seqs):

@@ -2,8 +2,8 @@
 
 ``python benchmarks/gpu/layers.py [--layers 12] [--batch 4x2048 1x8192] [--peers eager compiled liger] [--profile]``
 times the forward (as a reference model runs it) and forward + backward of the layers, without lm_head, and prints saved
-activations. BF16 peers are Hugging Face's model with SDPA's default choice and with cuDNN attention; ``precgraph BF16`` is
-this project's program with no linear quantised.
+activations. BF16 peers are Hugging Face's model with SDPA's default choice and with cuDNN attention; ``precgraph BF16``
+is this project's program with no linear quantised.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
     with progress() as step:
         step("starting torch")
         from precgraph.checking import require_served
-        from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, select
+        from precgraph.checkpoint import Fp8Checkpoint, open_masters, select
         from precgraph.loading import load_config_model
         from precgraph.recipe import Recipe
         from precgraph.stacks.pair import Side, parse, resolve_for
@@ -26,15 +26,15 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
 
         named = parse(train), Side("jet_rl", Recipe.jet_rl())
         step("reading names and shapes")
-        ours, theirs = Checkpoint(masters), Fp8Checkpoint(infer)
+        theirs, ours = Fp8Checkpoint(infer), open_masters(masters)
         step("asking the recipe which layers are quantised")
-        if "model_type" in theirs.config:
-            require_served(masters, infer)
         model = load_config_model(masters)
         traced = trace(model)
         recipe = resolve_for(traced.graph, named, os.environ)[0].recipe
         selection = select(model, recipe, traced)
         report = check_weights(ours, theirs, selection, threads=default_threads(), step=step)
+        if report.ok and "model_type" in theirs.config:  # right bytes, and perhaps another program on them
+            require_served(masters, infer)
     context = {
         "level": "weights",
         "model": masters,

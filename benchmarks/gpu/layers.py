@@ -135,19 +135,33 @@ def backend(attention: str) -> Any:
 # ------------------------------------------------------------------------------------------ reports
 
 
-def profile(call: Callable[[], object], count: int = 28) -> None:
-    """Where the time of one call goes, by kernel."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+def profile(title: str, call: Callable[[], object], count: int = 28) -> None:
+    """Where the time of a call goes, by kernel, and how long the card waits between kernels; calls in a row, as timed."""
+    for _ in range(2):
         call()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
+        for _ in range(CALLS):
+            call()
         torch.cuda.synchronize()
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in trace.events() if on_card(e))
     spent: dict[str, list[float]] = defaultdict(list)
-    for event in trace.events():
-        if event.device_type == DeviceType.CUDA:
-            spent[event.name].append(event.device_time / 1000)
-    total = sum(map(sum, spent.values()))
-    print(f"  kernels together {total:.1f} ms")
+    for begin, end, name in spans:
+        spent[name].append((end - begin) / 1000)
+    busy, last = 0.0, spans[0][0]
+    for begin, end, _ in spans:  # kernels of two streams may overlap
+        busy += max(0.0, end - max(begin, last)) / 1000
+        last = max(last, end)
+    wall = (last - spans[0][0]) / 1000
+    print(
+        f"{title}: {wall / CALLS:.1f} ms a call, kernels {busy / CALLS:.1f}, between them {(wall - busy) / CALLS:.1f}"
+    )
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:count]:
-        print(f"  {sum(times):8.2f} ms {100 * sum(times) / total:5.1f} % {len(times):5d} x {name[:110]}")
+        share = 100 * sum(times) / wall
+        print(f"  {sum(times) / CALLS:8.2f} ms {share:5.1f} % {len(times) // CALLS:5d} x {name[:110]}")
+
+
+def on_card(event: Any) -> bool:
+    return bool(event.device_type == DeviceType.CUDA)
 
 
 def main() -> None:
@@ -199,7 +213,9 @@ def measure_ours(model: Any, ids: Tensor, recipe: Recipe, *, profiled: bool) -> 
     if profiled:
         gradient = torch.randn(1, ids.numel(), 4096, device="cuda", dtype=torch.bfloat16)
         actor.zero_grad(set_to_none=True)
-        profile(lambda: hidden().backward(gradient))
+        with torch.no_grad():
+            profile("forward", hidden)
+        profile("forward + backward", lambda: hidden().backward(gradient))
     return times
 
 

@@ -136,7 +136,7 @@ def backend(attention: str) -> Any:
 
 
 def profile(title: str, call: Callable[[], object], count: int = 28) -> None:
-    """Where the time of a call goes, by kernel, and how long the card waits between kernels; calls in a row, as timed."""
+    """Where the time of a call goes, by kernel, and how long the card waits between kernels; in a row, as timed."""
     for _ in range(2):
         call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:

@@ -44,7 +44,7 @@ demo: $(STAMP) ## check SmolLM2-135M, sample with its FP8 rollout, score with it
 	@$(BIN)/python examples/demo.py
 
 .PHONY: train-demo
-train-demo: $(STAMP) ## GRPO in exact FP8 on a tiny policy: minutes on two cores, curves in runs/demo
+train-demo: $(STAMP) ## GRPO in exact FP8 on a tiny policy: minutes on two cores, curves in runs/train-demo
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/train_demo.py
 
 .PHONY: test

@@ -22,14 +22,31 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from transformers.utils.logging import disable_progress_bar
 
-from trainer.config import load
+from trainer.cli import guarded
+from trainer.config import Config, load
+from trainer.errors import ConfigError
 from trainer.loop import Trainer
 from trainer.plot import plot_runs, summary_table
 
 CONFIG = Path(__file__).parent / "configs" / "demo.toml"
+NAME = "train-demo"  # not that of CONFIG, whose runs are yours
 PIECES = r"[A-Za-z ]+:|."  # the instruction is one token, every other character too
+
+
+def make_room(config: Config) -> None:
+    """Remove this demo's last run. ConfigError for a directory of anything else, which stays as it is, and for a model
+    that the policy would replace."""
+    directory, policy = config.directory, config.model.path
+    if policy != load(CONFIG).model.path and Path(policy).exists():
+        raise ConfigError("exists already", path=policy, remedy="name a model.path that does not exist")
+    if not directory.exists() or (directory.is_dir() and not any(directory.iterdir())):
+        return
+    record = directory / "config.toml"
+    if not record.is_file() or load(record).run.name != NAME:
+        raise ConfigError("holds no run of this demo, and is not replaced", path=str(directory),
+                          remedy="name another directory: --set run.dir=DIR")  # fmt: skip
+    shutil.rmtree(directory)
 
 
 def lessons(params: dict[str, int], count: int, seed: int, careless: float = 0.5) -> list[tuple[str, str]]:
@@ -91,10 +108,8 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], metavar="A.B=C", help="set a key of the configuration")
     options = parser.parse_args()
     started, console = time.perf_counter(), Console(stderr=True)
-    disable_progress_bar()
-    config = load(CONFIG, options.set)
-    if config.directory.exists():
-        shutil.rmtree(config.directory)
+    config = load(CONFIG, [f"run.name={NAME}", *options.set])
+    make_room(config)
 
     data = lessons(config.task.params, 4000, seed=12345)
     tokenizer = make_tokenizer([q for q, _ in data] + [a for _, a in data])
@@ -120,4 +135,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(guarded(main))

@@ -20,12 +20,13 @@ from precgraph import CheckError, Format, InputError
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, quantize_tiled, select
 from precgraph.cli import app
 from precgraph.formats import QTensor, dequantize
-from precgraph.loading import load_config_model
+from precgraph.loading import load_config_model, load_model
 from precgraph.recipe import Recipe
 from precgraph.report import load
 from precgraph.verify import Report
 from precgraph.verify.weights import check_weights
 from tests.families import causal_lm
+from tests.test_loading import small_gguf
 
 JET = Format(dtype="float8_e4m3fn", granularity="128x128")
 SCALE = "_scale_inv"
@@ -426,3 +427,25 @@ def test_what_a_checkpoints_own_config_describes_is_compared_too(
         result = CliRunner().invoke(app, args)
         assert result.exit_code == (0 if same_program else exit_code), (level, result.output)
         assert ("describes another program" in result.stderr) == (exit_code == 2 and not same_program)
+
+
+def test_masters_in_a_gguf(tmp_path: Path) -> None:
+    """Its own export has every byte; one code more is found, and where."""
+    small_gguf(tmp_path / "tiny.gguf")
+    export(load_model(tmp_path / "tiny.gguf"), Recipe.jet_rl(), tmp_path / "fp8")  # its tokenizer is no real one
+    arguments = ["check", str(tmp_path / "tiny.gguf"), "--level", "weights", "--infer", str(tmp_path / "fp8"), "--json"]
+    fine = CliRunner().invoke(app, arguments)
+    assert fine.exit_code == 0, fine.output
+    # 7 linears a layer in FP8 with a scale each, 2 norms a layer, the last norm and the tied embedding
+    assert json.loads(fine.stdout)["compared"]["tensors"] == 2 * (7 + 2) + 2
+    stored = load_file(tmp_path / "fp8" / "model.safetensors")
+    stored[DOWN].view(torch.uint8)[3, 5] ^= 1
+    save_file(stored, tmp_path / "fp8" / "model.safetensors")
+    wrong = CliRunner().invoke(app, arguments)
+    assert wrong.exit_code == 1, wrong.output
+    assert {f["module"] for f in json.loads(wrong.stdout)["violations"]} == {DOWN.removesuffix(".weight")}
+
+
+def test_a_file_is_no_directory_of_masters(tmp_path: Path, exported: Path) -> None:
+    with pytest.raises(InputError, match="is a file; pass the directory of a checkpoint's safetensors"):
+        Checkpoint(exported / "config.json")

@@ -4,17 +4,20 @@ from precgraph.checkpoint.export import Exported, export
 from precgraph.checkpoint.files import Checkpoint
 from precgraph.checkpoint.fp8 import Fp8Checkpoint, Quantization, quantize_tiled
 from precgraph.checkpoint.layout import Part, layout
+from precgraph.checkpoint.memory import ModelTensors, open_masters
 from precgraph.checkpoint.selection import Selection, select
 
 __all__ = [
     "Checkpoint",
     "Exported",
     "Fp8Checkpoint",
+    "ModelTensors",
     "Part",
     "Quantization",
     "Selection",
     "export",
     "layout",
+    "open_masters",
     "quantize_tiled",
     "select",
 ]

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from precgraph.checkpoint.files import INDEX, SINGLE, Checkpoint
 from precgraph.checkpoint.fp8 import SCALE, Quantization, quantize_tiled
-from precgraph.checkpoint.layout import layout
+from precgraph.checkpoint.memory import ModelTensors
 from precgraph.checkpoint.selection import Selection, ignored, select
 from precgraph.errors import InputError, NonFiniteError, RecipeError, UnsupportedModelError
 from precgraph.loading import find, load_config_model, load_model
@@ -130,8 +130,7 @@ def _from_path(model: str | Path, step: Step) -> _Source:
 
 
 def _from_model(model: PreTrainedModel, gguf: Path | None = None) -> _Source:
-    state = model.state_dict()
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tensors = ModelTensors(model)
     config = json.loads(model.config.to_json_string(use_diff=False))
     # A compiled model's class is made at run time; what loads the checkpoint is the class that it was made from.
     config["architectures"] = [
@@ -146,13 +145,7 @@ def _from_model(model: PreTrainedModel, gguf: Path | None = None) -> _Source:
 
             AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
 
-    parts = layout(model)
-    names = [name for name in parts if name not in tied]
-
-    def read(name: str) -> Tensor:
-        return parts[name].of(state[parts[name].path]).detach().cpu()
-
-    return _Source(model, config, [(SINGLE, names)], read, extras)
+    return _Source(model, config, [(SINGLE, list(tensors.entries))], tensors.read, extras)
 
 
 def _require_served(selection: Selection) -> None:

@@ -92,6 +92,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    if folder.is_file():
+        raise InputError("is a file", path=str(folder), remedy="pass the directory of a checkpoint's safetensors")
     if not folder.is_dir():
         raise InputError("no such directory", path=str(folder), remedy="pass a checkpoint's directory")
     if not (folder / "config.json").is_file():

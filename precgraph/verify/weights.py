@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection
+from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, ModelTensors, Selection
 from precgraph.checkpoint.fp8 import CODES, SCALE, tiles
 from precgraph.errors import CheckError, InputError
 from precgraph.formats import Format, quantize
@@ -26,7 +26,12 @@ Step = Callable[[str], None]
 
 
 def check_weights(
-    masters: Checkpoint, stored: Fp8Checkpoint, selection: Selection, *, threads: int = 2, step: Step = lambda _: None
+    masters: Checkpoint | ModelTensors,
+    stored: Fp8Checkpoint,
+    selection: Selection,
+    *,
+    threads: int = 2,
+    step: Step = lambda _: None,
 ) -> Report:
     """Compare ``stored`` with what ``selection``'s format makes of ``masters``; every tensor of both is accounted for.
 
@@ -36,7 +41,7 @@ def check_weights(
 
 
 class _Check:
-    def __init__(self, masters: Checkpoint, stored: Fp8Checkpoint, selection: Selection) -> None:
+    def __init__(self, masters: Checkpoint | ModelTensors, stored: Fp8Checkpoint, selection: Selection) -> None:
         self.masters, self.stored, self.selection = masters, stored, selection
         r, c = stored.quantization.block
         self.format = replace(selection.format, granularity=f"{r}x{c}")

@@ -187,8 +187,9 @@ def convert(source: str, target: Path) -> None:
 
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
-    load_policy(ModelTable(path=source)).save_pretrained(part)
-    load_tokenizer(source).save_pretrained(part)
+    table = ModelTable(path=source)
+    load_policy(table).save_pretrained(part)
+    load_tokenizer(table).save_pretrained(part)
     (part / ORIGIN).write_text(source)
     part.rename(target)
 

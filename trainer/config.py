@@ -42,9 +42,11 @@ class RunTable:
 @dataclass(frozen=True, slots=True)
 class ModelTable:
     """``path`` is a directory, a ``.gguf`` or a hub id; ``layers`` keeps only the first layers (0: all). ``memory`` is
-    the share of a GPU's memory that the run may take, for runs that share one."""
+    the share of a GPU's memory that the run may take, for runs that share one. ``origin`` says how to get the model,
+    and is the remedy when it is not there."""
 
     path: str = ""
+    origin: str = ""
     layers: int = 0
     device: str = "auto"
     memory: float = 1.0
@@ -56,9 +58,11 @@ class TaskTable:
     """``data``: ``reasoning_gym:FAMILY``, ``jsonl:PATH`` or ``python:MODULE:FUNCTION``; ``params`` go to the family or
     the function. ``reward``: empty for the data's own verifier, or ``MODULE:FUNCTION``. ``answer`` says where a
     response's answer is: ``whole``, ``last_number``, ``last_line``, ``tag`` (``<answer>``) or ``boxed``. ``prompt``
-    holds ``{question}``; with ``chat`` it goes through the tokenizer's chat template."""
+    holds ``{question}``; with ``chat`` it goes through the tokenizer's chat template. ``origin`` says how to get the
+    data, and is the remedy when a file is not there."""
 
     data: str = "reasoning_gym:chain_sum"
+    origin: str = ""
     params: dict[str, Any] = field(default_factory=dict)
     size: int = 1000
     seed: int = 0

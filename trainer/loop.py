@@ -50,7 +50,7 @@ class Trainer:
         torch.manual_seed(config.run.seed)
         self.device = device_of(config.model.device)
         limit_memory(self.device, config.model.memory)
-        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model.path)
+        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
         model = model if model is not None else load_policy(config.model)
         self.pair = build_pair(model.to(self.device), config)
         self.actor = self.pair.actor

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
-from precgraph.loading import find, load_model
+from precgraph.errors import InputError
+from precgraph.loading import Source, find, load_model
 from trainer.config import ModelTable
 from trainer.errors import ConfigError
 
@@ -33,8 +34,7 @@ def limit_memory(device: torch.device, share: float) -> None:
 
 def load_policy(table: ModelTable) -> PreTrainedModel:
     """The model of ``table.path`` in bf16, cut to its first ``layers`` if that is set."""
-    if not table.path:
-        raise ConfigError("model.path is not set", remedy="name a directory, a .gguf or a hub id")
+    _find(table)
     model = load_model(table.path)
     if table.layers:
         cut(model, table.layers)
@@ -52,13 +52,25 @@ def cut(model: Any, layers: int) -> None:
         model.config.layer_types = model.config.layer_types[:layers]
 
 
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer that comes with a model."""
-    source = find(path)
+def load_tokenizer(table: ModelTable) -> Any:
+    """The tokenizer that comes with the model of ``table.path``."""
+    source = _find(table)
     options = {"gguf_file": source.config.name} if source.gguf else {}
     try:
         return AutoTokenizer.from_pretrained(source.weights, trust_remote_code=False, **options)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"has no tokenizer: {str(error).splitlines()[0]}", path=path, remedy="save one beside the model"
+            f"has no tokenizer: {str(error).splitlines()[0]}", path=table.path, remedy="save one beside the model"
         ) from error
+
+
+def _find(table: ModelTable) -> Source:
+    """Where the model is; ConfigError with ``table.origin`` as the remedy if it is not there."""
+    if not table.path:
+        raise ConfigError("model.path is not set", remedy=table.origin or "name a directory, a .gguf or a hub id")
+    try:
+        return find(table.path)
+    except InputError as error:
+        if not table.origin:
+            raise
+        raise ConfigError(f"{error.message} (model.path)", path=error.path, remedy=table.origin) from error

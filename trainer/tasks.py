@@ -155,7 +155,9 @@ def _jsonl(path: Path, table: TaskTable) -> list[Item]:
     try:
         lines = path.read_bytes().splitlines()  # of bytes: a string of JSON may hold Unicode's own line ends
     except OSError as error:
-        raise TaskError(f"{error.strerror or error}", path=str(path), remedy="check task.data") from None
+        raise TaskError(
+            f"{error.strerror or error}", path=str(path), remedy=table.origin or "check task.data"
+        ) from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

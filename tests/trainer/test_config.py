@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from trainer.config import Config, load, override
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
+from trainer.models import load_tokenizer
+from trainer.tasks import load_task
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 
 
 def test_defaults_round_trip_through_toml(tmp_path: Path) -> None:
@@ -96,7 +100,26 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_example_configurations_are_valid() -> None:
-    paths = sorted((Path(__file__).parents[2] / "examples" / "configs").glob("*.toml"))
+    paths = sorted(EXAMPLES.glob("*.toml"))
     assert paths
     for path in paths:
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("demo", "runs/demo-policy: no such file or directory.*; `make train-demo`"),
+        ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct: no such file or directory.*--set model.path=FILE"),
+        ("gsm8k", 'gsm8k/train.jsonl: No such file.*grade-school-math.*lines of {"question"'),
+    ],
+)
+def test_what_an_example_needs_is_in_the_message(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("precgraph.loading._hub_reachable", lambda: False)
+    config = load(EXAMPLES / f"{name}.toml")
+    with pytest.raises(TrainerError, match=message) as error:
+        load_task(config.task) if name == "gsm8k" else load_tokenizer(config.model)
+    assert "\n" not in str(error.value)

@@ -42,7 +42,7 @@ def test_one_folder_is_of_one_model(
 def test_a_conversion_that_breaks_off_is_made_again(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: str) -> Any:
+    def fail(table: Any) -> Any:
         raise OSError("broke off")  # after the weights and the config
 
     script = runpy.run_path(str(SCRIPT))

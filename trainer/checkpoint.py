@@ -120,16 +120,22 @@ def save(directory: Path, state: State, *, keep: int = 0) -> Path:
     return final
 
 
-def load(directory: Path, step: int | None = None) -> State:
-    """Read the checkpoint of ``step``, or the last one. CheckpointError says what there is."""
+def find(directory: Path, step: int | None = None) -> int:
+    """``step``, or that of the last checkpoint. CheckpointError, which says what there is, without one."""
     available = steps(directory)
     if not available:
         raise CheckpointError("there is no checkpoint", path=str(directory), remedy="start it with precgraph-train run")
     step = available[-1] if step is None else step
     if step not in available:
         raise CheckpointError(f"no checkpoint of step {step}", path=str(directory), remedy=f"there are {available}")
+    return step
+
+
+def load(directory: Path, step: int | None = None) -> State:
+    """Read the checkpoint of ``step``, or the last one. CheckpointError says what there is."""
+    step = find(directory, step)
     folder = path_of(directory, step)
-    others = [s for s in available if s != step]
+    others = [s for s in steps(directory) if s != step]
     remedy = f"resume from one of {others}: --step, --into NEW_DIRECTORY" if others else "start the run again"
     try:
         plain = _plain(folder, step)

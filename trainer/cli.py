@@ -81,29 +81,32 @@ def resume(
     """Go on with a run from its last checkpoint, or fork it from an earlier one."""
     until = _until(max_seconds)
     from trainer import checkpoint
+    from trainer.lock import locked
     from trainer.loop import Trainer
 
-    last = checkpoint.load(directory, step).step
-    if step is not None and step != checkpoint.steps(directory)[-1] and into is None:
-        raise ConfigError(
-            f"step {step} is not the last checkpoint, and going on from it would overwrite what follows",
-            path=str(directory), remedy="fork it: --into NEW_DIRECTORY",
-        )  # fmt: skip
+    checkpoint.find(directory, step)  # before a directory is made
     target = into or directory
-    if into is not None and (into / "metrics.jsonl").exists():
-        raise ConfigError("already holds a run", path=str(into), remedy="name a new directory for the fork")
-    changes = [*(settings or []), *_more(asserts, metric_names), f"run.dir={json.dumps(str(target))}"]
-    resolved = load(directory / "config.toml", changes)
-    console = Console(stderr=True)
-    with console.status("loading and compiling"):
-        trainer = Trainer(resolved, console=console)
-        trainer.restore(directory, last)
-    if into is not None:
-        _fork_records(directory, into, last)
-    _explain(console, trainer)
-    console.print(f"resuming after {trainer.step} steps")
-    trainer.run(until)
-    _ended(console, trainer)
+    with locked(target):
+        last = checkpoint.load(directory, step).step
+        if step is not None and step != checkpoint.steps(directory)[-1] and into is None:
+            raise ConfigError(
+                f"step {step} is not the last checkpoint, and going on from it would overwrite what follows",
+                path=str(directory), remedy="fork it: --into NEW_DIRECTORY",
+            )  # fmt: skip
+        if into is not None and (into / "metrics.jsonl").exists():
+            raise ConfigError("already holds a run", path=str(into), remedy="name a new directory for the fork")
+        changes = [*(settings or []), *_more(asserts, metric_names), f"run.dir={json.dumps(str(target))}"]
+        resolved = load(directory / "config.toml", changes)
+        console = Console(stderr=True)
+        with console.status("loading and compiling"):
+            trainer = Trainer(resolved, console=console)
+            trainer.restore(directory, last)
+        if into is not None:
+            _fork_records(directory, into, last)
+        _explain(console, trainer)
+        console.print(f"resuming after {trainer.step} steps")
+        trainer.run(until)
+        _ended(console, trainer)
 
 
 @app.command("eval")

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from trainer import checkpoint, loss
 from trainer.config import Config
 from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, TrainerError
+from trainer.lock import locked
 from trainer.metrics import Alarms, Assertion, Record, Recorder, require_measured
 from trainer.models import device_of, limit_memory, load_policy, load_tokenizer
 from trainer.optim import MasterOptimizer
@@ -72,7 +73,12 @@ class Trainer:
     # ----------------------------------------------------------------------------------------- run
     def run(self, until: float | None = None) -> None:
         """Train up to ``run.steps``, or as far as whole steps fit before ``until`` on ``time.monotonic``'s clock; saved
-        either way. Raises what went wrong, after saving; the message says where to resume."""
+        either way. Raises what went wrong, after saving; the message says where to resume. ConfigError if another
+        process trains in the run's directory."""
+        with locked(self.config.directory):
+            self._run(until)
+
+    def _run(self, until: float | None) -> None:
         config, directory = self.config, self.config.directory
         _prepare(directory, config, fresh=self.step == 0)
         recorder = Recorder(directory, config.metrics, self.step, config.to_dict())
@@ -308,13 +314,12 @@ def _line(record: Record) -> str:
 
 
 def _prepare(directory: Path, config: Config, *, fresh: bool) -> None:
-    """Make the run directory; a fresh run refuses one that holds another run."""
+    """Write the configuration into the run directory; a fresh run refuses one that holds another run."""
     if fresh and checkpoint.steps(directory)[-1:] not in ([], [0]):
         raise ConfigError(
             "already holds a run", path=str(directory), remedy="precgraph-train resume it, or choose another run.name"
         )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         config.save(directory / "config.toml")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror or error}", path=str(directory)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -128,12 +129,51 @@ def test_an_export_replaces_nothing(config: Path, tmp_path: Path, capsys: pytest
         assert call("export", tmp_path / "run", taken) == 2 and "exists already" in capsys.readouterr().err
 
 
+def test_two_processes_do_not_train_in_one_directory(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The lock is the process's: it is gone when that is killed."""
+    run, fork = tmp_path / "run", tmp_path / "fork"
+    assert call("run", config, "--max-seconds", 0) == 0
+    script = (
+        "import sys, time\nfrom contextlib import ExitStack\nfrom pathlib import Path\n"
+        "from trainer.lock import locked\nstack = ExitStack()\n"
+        "[stack.enter_context(locked(Path(p))) for p in sys.argv[1:]]\n"
+        "print('held', flush=True)\ntime.sleep(600)\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script, str(run), str(fork)], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        before = {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()}
+        for arguments, directory in (
+            (["run", config], run), (["resume", run], run), (["resume", run, "--step", 0, "--into", fork], fork),
+        ):  # fmt: skip
+            capsys.readouterr()
+            assert call(*arguments) == 2
+            (line,) = [part for part in capsys.readouterr().err.splitlines() if part.startswith("precgraph-train")]
+            assert line.startswith(f"precgraph-train: {directory}: another process trains here")
+        assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
+    finally:
+        other.kill()
+        other.wait()
+    assert call("resume", run) == 0 and len(read_records(run)) == 2
+
+
 def test_a_run_that_is_named_twice_is_no_second_seed(tmp_path: Path) -> None:
     tiny.settings(tmp_path).save(tmp_path / "config.toml")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "mismatch/max": Infinity}\n')
     assert call("plot", tmp_path, "-o", tmp_path / "curves") == 0
     for command in ("plot", "compare"):
         assert call(command, tmp_path, tmp_path / ".." / tmp_path.name) == 2
+
+
+def test_debug_shows_where_the_users_own_code_raised(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.modules["cli_task"].items = lambda size, seed: 1 / 0  # type: ignore[attr-defined]
+    for arguments, shown in (([config], False), ([config, "--debug"], True), ([config], False)):
+        assert call("run", *arguments) == 2
+        error = capsys.readouterr().err
+        assert "task.data = 'python:cli_task:items' raised ZeroDivisionError" in error.splitlines()[-1]
+        assert ("lambda size, seed: 1 / 0" in error) is shown and ("Traceback" in error) is shown
 
 
 def test_what_is_no_broken_assertion_does_not_exit_1(config: Path, tmp_path: Path) -> None:

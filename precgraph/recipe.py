@@ -206,7 +206,12 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`. Rules that are absent keep ``jet_rl``'s values, except formats of ``[linear]``,
-        which are absent only if that operand is not quantised. Raises RecipeError on an unknown key."""
+        which are absent only if that operand is not quantised. Raises RecipeError on an unknown key, and for no key
+        at all."""
+        if not data:
+            raise RecipeError(
+                "holds no rule", remedy="a recipe needs one at least; `precgraph recipe jet_rl` writes all"
+            )
         recipe: Self = _load(cls, data, "")
         return recipe
 

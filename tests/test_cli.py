@@ -277,6 +277,8 @@ def test_recipes_that_cannot_be_read(llama: Path, tmp_path: Path) -> None:
     for text, message in (
         ("[linear]\nacumulate = 'float32'", "unknown key 'linear.acumulate'; did you mean 'accumulate'"),
         ("[linear", "is not valid TOML"),
+        ("", "holds no rule"),
+        ("# linear.output = 'float32'\n", "holds no rule"),
         ("[linear]\naccumulate = 'int4'", "linear.accumulate = 'int4' is not one of"),
         ("[linear.weight]\ndtype = 'float8_e4m3fn'\ngranularity = '1x0'", "granularity"),
     ):

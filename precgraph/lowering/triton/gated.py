@@ -32,6 +32,7 @@ from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, req
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
+    Rule,
     activation_slope,
     activation_value,
     ceil_div,
@@ -153,7 +154,7 @@ def fused_gated_backward(
 
 def _prepare(
     operands: tuple[Tensor, ...], activation: str, rows_fmt: Format | None, tokens_fmt: Format | None
-) -> tuple[torch.Size, int, tuple[object, object]]:
+) -> tuple[torch.Size, int, tuple[Rule | None, Rule | None]]:
     """Check a call; the shape, the height of a tile and the compiled formats."""
     require(*operands)
     require_bf16(**dict(zip(("up", "gate", "dy"), reversed(operands), strict=False)))

@@ -71,9 +71,9 @@ def new_tokens(shape: torch.Size, fmt: Format, device: torch.device, parts: int 
     )
 
 
-def pairs(q: QTensor | None) -> Tensor | None:
+def pairs(q: QTensor) -> Tensor:
     """The codes of a 128×1 tensor as its kernels write them: ``[K, pad(T)/2]`` int16, two tokens each."""
-    return None if q is None else q.codes.t().view(torch.int16)
+    return q.codes.t().view(torch.int16)
 
 
 def words(q: QTensor) -> Tensor:

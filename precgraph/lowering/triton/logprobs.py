@@ -53,7 +53,9 @@ def logprobs(
 ) -> LogProbs:
     """``log_softmax(logits / temperature)`` at ``ids``: ``logits [N, V]`` fp32, ``ids [N]`` int64.
 
-    ``temperature``: None for 1, a number, or ``[N]`` fp32; from 2**-26 to 2**90. An id that is no token's gives NaN.
+    ``temperature``: None for 1, a number, or ``[N]`` fp32; from 2**-26 to 2**90. Beside one, finite logits other than 0
+    lie between 2**-100 and 2**100 in magnitude: further quotients may be rounded otherwise. An id that is no token's
+    gives NaN.
     """
     divisor = _check(logits, ids, temperature)
     N, V = logits.shape
@@ -131,7 +133,10 @@ def _check(logits: Tensor, ids: Tensor, temperature: float | Tensor | None) -> T
     if ids.shape != logits.shape[:1] or ids.dtype != torch.int64 or not ids.is_contiguous():
         raise InputError(f"{logits.shape[0]} rows of logits need as many int64 ids, not {ids.dtype} {list(ids.shape)}")
     if logits.shape[1] > BLOCK * _MAX_BLOCKS:
-        raise LoweringError(f"a vocabulary of {logits.shape[1]} is larger than {BLOCK * _MAX_BLOCKS}")
+        raise LoweringError(
+            f"a vocabulary of {logits.shape[1]} is larger than {BLOCK * _MAX_BLOCKS}",
+            remedy="score on the CPU, where torch's kernel has no such limit",
+        )
     if temperature is None:
         return None
     if isinstance(temperature, Tensor):

@@ -334,7 +334,7 @@ def _tiles_kernel(
     if ROWS_RULE is not None:
         store_rows(even, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
         store_rows(odd, rows_codes, rows_scales, rows + 1, col, T, columns * 128, ROWS_RULE)
-    store_tokens(even, odd, tokens_codes, tokens_scales, line, cols, T, C, C, TOKENS_RULE, EVEN)
+    store_tokens(even, odd, tokens_codes, tokens_scales, line, cols, T, C, TOKENS_RULE, EVEN)
 
 
 @triton.jit

@@ -59,7 +59,10 @@ def source(*formats: Format | None) -> tl.dtype:
     """The dtype that a value is rounded to before it is quantised; one kernel has one."""
     names = {fmt.source for fmt in formats if fmt is not None} or {"bfloat16"}
     if len(names) != 1:
-        raise LoweringError(f"one kernel cannot round its input to {' and '.join(sorted(names))}")
+        raise LoweringError(
+            f"one kernel cannot round its input to {' and '.join(sorted(names))}",
+            remedy="give both formats of a value one source, or compile with backend='reference'",
+        )
     return _TL[getattr(torch, names.pop())]
 
 
@@ -244,11 +247,11 @@ def store_groups(x, codes, scales, rows, cols, group, T, stride, RULE: tl.conste
 
 
 @triton.jit
-def store_tokens(even, odd, codes, scales, block, cols, T, K, stride, RULE: tl.constexpr, EVEN: tl.constexpr):
+def store_tokens(even, odd, codes, scales, block, cols, T, K, RULE: tl.constexpr, EVEN: tl.constexpr):
     """Quantise a tile of 128 tokens, its even and odd rows ``[64, C]``, in groups along tokens.
 
     ``codes [K, (T up to 128)/2]`` are pairs of bytes of neighbouring tokens, which shared memory transposes at its full
-    width; ``scales [T/128, K]``, rows ``stride`` apart.
+    width; ``scales [T/128, K]``. ``EVEN``: K is whole tiles.
     """
     first, second = even.to(tl.float32), odd.to(tl.float32)
     scale, inverse = scale_of(tl.max(tl.maximum(magnitude(first), magnitude(second)), 0), RULE)
@@ -257,7 +260,7 @@ def store_tokens(even, odd, codes, scales, block, cols, T, K, stride, RULE: tl.c
     pairs = tl.trans(pack_pair(first, second, RULE))
     padded = ((T + 127) // 128) * 64
     at = codes + cols[:, None].to(tl.int64) * padded + block * 64 + tl.arange(0, 64)[None, :]
-    to = scales + block.to(tl.int64) * stride + cols
+    to = scales + block.to(tl.int64) * K + cols
     if EVEN:
         tl.store(at, pairs)
         tl.store(to, scale)

@@ -23,27 +23,28 @@ _HEADS = 2  # heads whose loads are on their way together
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
     """Rotate ``x [1, T, H, D]`` by halves; ``cos, sin [1, T, D]`` bf16 (fp32 too, if ``wide``); contiguous bf16."""
-    return _forward(x, None, 0.0, cos, sin, wide, back=False)
+    return _rotate(x, None, 0.0, cos, sin, wide, back=False)
 
 
 def norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
     """``rope(rms_norm(x, weight, eps), cos, sin)``, the norm over D of each head."""
-    return _forward(x, weight, eps, cos, sin, wide, back=False)
+    return _rotate(x, weight, eps, cos, sin, wide, back=False)
 
 
 def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
     """``dx`` of :func:`rope`."""
-    return _forward(dy, None, 0.0, cos, sin, wide, back=True)
+    return _rotate(dy, None, 0.0, cos, sin, wide, back=True)
 
 
-def _forward(
+def _rotate(
     x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, wide: bool, *, back: bool
 ) -> Tensor:  # fmt: skip
+    """``x``, normalised before where there is a weight, and turned; ``back``: the other way, as a gradient is."""
     _check(x, weight, cos, sin, wide)
     _, T, H, D = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     P, tokens = _tile(D)
-    _forward_kernel[(ceil_div(T, tokens) * ceil_div(H, _HEADS),)](
+    _rotate_kernel[(ceil_div(T, tokens) * ceil_div(H, _HEADS),)](
         x,
         weight,
         cos,
@@ -127,7 +128,10 @@ def _check(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, wide: boo
         if table.shape != (1, x.shape[1], D) or table.dtype != tables or table.stride() != cos.stride():
             raise InputError(f"cos and sin of {list(x.shape)} are {table.dtype} {list(table.shape)}")
     if cos.stride(2) != 1 or D % 2 or D > 512:
-        raise LoweringError(f"no Triton kernel rotates heads of {D} by tables of strides {cos.stride()}")
+        raise LoweringError(
+            f"no Triton kernel rotates heads of {D} by tables of strides {cos.stride()}",
+            remedy="compile with backend='reference'",
+        )
     if weight is not None and (weight.shape != (D,) or weight.dtype != x.dtype or not weight.is_contiguous()):
         raise InputError(f"the weight of a norm over heads of {D} is {weight.dtype} {list(weight.shape)}")
 
@@ -199,7 +203,7 @@ def _rotated(low, high, tables, WIDE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def _forward_kernel(
+def _rotate_kernel(
     x,
     weight,
     cos,

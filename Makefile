@@ -93,6 +93,9 @@ bench-gpu: ## the GPU benchmarks, every script in benchmarks/gpu/, in the curren
 .PHONY: setup
 setup: $(STAMP) ## make .venv with the pinned CPU set
 
+.PHONY: setup-vllm
+setup-vllm: $(VLLM_STAMP) ## make .venv-vllm: the pinned CPU set of vLLM, two minutes and 2.5 GB
+
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(if $(PYTHON),,echo 'No Python 3.11 or newer was found; name one: make PYTHON=/path/to/python3.11' >&2; exit 1)
 	@echo 'Setting up $(VENV) with $(PYTHON) and $(CONSTRAINTS): about a minute, more on a slow network.'

@@ -2,8 +2,7 @@
 
 Nothing of the server is special: it is ``vllm serve`` with the architecture and the recipe in ``--hf-overrides``, and
 precgraph's middleware. Token ids, log-probabilities and the mass that top-p kept come back over HTTP, and the training
-program gives the same bits. Needs vLLM; run it with ``.venv-vllm/bin/python examples/vllm_serve.py`` after
-``make test-vllm``.
+program gives the same bits. Needs vLLM: ``make setup-vllm``, then ``.venv-vllm/bin/python examples/vllm_serve.py``.
 """
 
 from __future__ import annotations
@@ -33,6 +32,14 @@ from precgraph.loading import load_model
 from precgraph.runtime.sampling import SamplingParams, sample
 
 QUESTIONS = ("What is 7 times 8?", "Name three colours.", "Why is the sky blue?", "Write a sentence about a cat.")
+
+
+def require_vllm() -> None:
+    """SystemExit if this interpreter has no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise SystemExit(
+            "vLLM is not installed here: make setup-vllm, then .venv-vllm/bin/python examples/vllm_serve.py"
+        )
 
 
 def save_smollm2(folder: Path) -> Any:
@@ -117,6 +124,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="length of each answer")
     parser.add_argument("--temperature", type=float, default=0.8)
     options = parser.parse_args()
+    require_vllm()
     params = SamplingParams(options.tokens, options.temperature, top_p=0.95)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:

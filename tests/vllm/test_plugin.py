@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -291,3 +293,12 @@ def test_the_trainers_process_is_left_as_it_was(checkpoint: Callable[..., Any], 
 def test_recipe_error_is_a_value_error() -> None:
     """What the configuration hook raises passes through vLLM's validation with its message."""
     assert issubclass(RecipeError, ValueError)
+
+
+def test_the_example_says_at_once_that_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a model is converted: with what target to make the environment, and what to run then."""
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "vllm_serve.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "argv", ["vllm_serve.py"])
+    with pytest.raises(SystemExit, match="make setup-vllm, then .venv-vllm/bin/python examples/vllm_serve.py"):
+        example["main"]()

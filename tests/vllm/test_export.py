@@ -106,3 +106,19 @@ def test_smollm2(smollm2: PreTrainedModel, start: Callable[..., Any], tmp_path: 
     samples = llm.generate([[1, 504, 253, 21], list(range(40, 70))], SamplingParams(max_tokens=8, temperature=0.7))
     assert largest_difference(actor, samples, 0.7) == 0.0
     llm.shutdown()
+
+
+def test_the_plain_way_names_the_override_that_an_export_needs(tmp_path: Path) -> None:
+    """``vllm serve DIR`` with the architecture and the recipe alone; with the null it is an engine's configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    export(causal_lm("llama"), Recipe.jet_rl(), tmp_path / "fp8")
+    overrides: dict[str, Any] = {"architectures": ["PrecGraphForCausalLM"], "precgraph": "jet_rl"}
+
+    def configured(**more: Any) -> Any:
+        arguments = {"model": str(tmp_path / "fp8"), "skip_tokenizer_init": True, "dtype": "bfloat16"}
+        return EngineArgs(**arguments, hf_overrides=overrides | more).create_engine_config()
+
+    with pytest.raises(Exception, match='add "quantization_config": null to --hf-overrides'):  # vLLM wraps ours
+        configured()
+    assert configured(quantization_config=None).model_config.quantization is None

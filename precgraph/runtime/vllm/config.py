@@ -114,6 +114,11 @@ def _refuse(vllm_config: Any) -> None:
                 f"{name} = {size} {what}",
                 remedy=f"use data parallelism: data_parallel_size={size}, or one engine per device",
             )
+    if model.quantization and getattr(model.hf_config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"the config of this checkpoint says {model.quantization!r}, and vLLM would look for layers of its own",
+            remedy='add "quantization_config": null to --hf-overrides; the plugin reads the codes and scales itself',
+        )
     refused = {
         f"model dtype {model.dtype}": str(model.dtype) != "torch.bfloat16",
         f"kv_cache_dtype {cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "bfloat16"),

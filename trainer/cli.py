@@ -17,12 +17,14 @@ import typer
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
+from precgraph.cli.console import Debug, Group
+from precgraph.cli.console import settings as options
 from precgraph.errors import PrecGraphError
 from trainer.config import Config, load
 from trainer.errors import ConfigError, InterruptedRunError, MetricAssertionError
 
 app = typer.Typer(
-    name="precgraph-train", help="Train a language model by GRPO, with the rollout's numbers in the update.",
+    cls=Group, name="precgraph-train", help="Train a language model by GRPO, with the rollout's numbers in the update.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
@@ -39,6 +41,11 @@ Seconds = Annotated[
     float | None,
     typer.Option("--max-seconds", min=0.0, help="Stop, saved, before the first step that might end later than this."),
 ]
+
+
+@app.callback()
+def _options(debug: Debug = False) -> None:
+    options.debug = debug
 
 
 @app.command()
@@ -232,18 +239,11 @@ def guarded(command: Callable[[], Any]) -> int:
     disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         command()
-    except InterruptedRunError as error:
+    except (PrecGraphError, OSError) as error:  # a full disk, a folder that is none
+        if options.debug:
+            traceback.print_exc()
         print(f"precgraph-train: {error}", file=sys.stderr)
-        return 130
-    except MetricAssertionError as error:
-        print(f"precgraph-train: {error}", file=sys.stderr)
-        return 1
-    except PrecGraphError as error:
-        print(f"precgraph-train: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a full disk, a folder that is none
-        print(f"precgraph-train: {error}", file=sys.stderr)
-        return 2
+        return 130 if isinstance(error, InterruptedRunError) else 1 if isinstance(error, MetricAssertionError) else 2
     except Exception:  # 1 would say that an assertion was broken
         traceback.print_exc()
         return 2

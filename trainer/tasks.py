@@ -52,7 +52,7 @@ class Task:
             value = self.scorer(item, response)
         except (Exception, SystemExit) as error:  # an exit would end the run as if it were done
             raise RewardError(
-                f"the reward of {self.name} raised {type(error).__name__}: {error}",
+                f"the reward of {self.name} raised {_words(error)}",
                 path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
             ) from error  # fmt: skip
         with suppress(OverflowError):  # an integer that no float holds
@@ -102,11 +102,20 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{key}: cannot import {module!r}: {error}", remedy="run from the folder that holds it"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{key}: importing {module!r} raised {_words(error)}", remedy="correct it; --debug shows where"
+        ) from error
     function = getattr(found, name, None)
     if not callable(function):
         raise ConfigError(f"{key}: {module} has no function {name!r}{nearest(name, vars(found))}")
     result: Callable[..., Any] = function
     return result
+
+
+def _words(error: BaseException) -> str:
+    """An error of somebody's own code, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 # ----------------------------------------------------------------------------------------- sources
@@ -186,8 +195,15 @@ def _final(answer: str) -> str:
 
 def _python(path: str, table: TaskTable, seed: int, size: int) -> tuple[list[Item], Scorer]:
     function = resolve(path, "task.data")
-    made = function(size=size, seed=seed, **table.params)
-    rows = made if isinstance(made, Sequence) else list(made)
+    words = ", ".join(("size", "seed", *table.params))
+    try:
+        made = function(size=size, seed=seed, **table.params)
+        rows = made if isinstance(made, Sequence) else list(made)
+    except (Exception, SystemExit) as error:
+        raise TaskError(
+            f"task.data = 'python:{path}' raised {_words(error)}",
+            remedy=f"it was called with {words} by name; --debug shows where it raised",
+        ) from error
     items = []
     for index, row in enumerate(rows[:size]):
         if isinstance(row, Mapping) and {"question", "answer"} <= row.keys():

@@ -5,30 +5,16 @@ Exit codes: 0 consistent or done, 1 inconsistent or a test failed, 2 could not.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 import precgraph
 from precgraph.cli import audit, bisect, check, diff, digest, doctor, env, export, recipe, report, rule, show, stacks
-from precgraph.cli.console import settings
-
-
-class _Group(TyperGroup):
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """``--debug`` is accepted after the command too. What is no text (bytes of another encoding) is refused: it
-        could be named in no report."""
-        for word in args:
-            if any("\ud800" <= c <= "\udfff" for c in word):
-                raise typer.BadParameter(f"a name that is not UTF-8: {word!a}")
-        if "--debug" in args:
-            args = ["--debug", *(a for a in args if a != "--debug")]
-        return super().parse_args(ctx, args)
-
+from precgraph.cli.console import Debug, Group, settings
 
 app = typer.Typer(
-    cls=_Group,
+    cls=Group,
     name="precgraph",
     help="One model, one recipe, two programs: FP8 training and rollout with bitwise equal log-probabilities.",
     epilog="Exit codes: 0 consistent or done, 1 inconsistent or a test failed, 2 could not.",
@@ -46,7 +32,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' own messages.")] = False,
+    debug: Debug = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from precgraph.errors import InputError, PrecGraphError
 
@@ -26,6 +27,7 @@ P = ParamSpec("P")
 D = TypeVar("D")
 _NO_MEMORY = "can't allocate memory"  # torch's words on a CPU, in a plain RuntimeError
 _VERBOSITY = "TRANSFORMERS_VERBOSITY"
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' own messages.")]
 PIPED_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
 
@@ -37,6 +39,20 @@ class Settings:
 
 
 settings = Settings()
+
+
+class Group(TyperGroup):
+    """The commands of a program."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """``--debug`` is accepted after the command too. What is no text (bytes of another encoding) is refused: it
+        could be named in no report."""
+        for word in args:
+            if any("\ud800" <= c <= "\udfff" for c in word):
+                raise typer.BadParameter(f"a name that is not UTF-8: {word!a}")
+        if "--debug" in args:
+            args = ["--debug", *(a for a in args if a != "--debug")]
+        return super().parse_args(ctx, args)
 
 
 def guarded(command: Callable[P, None]) -> Callable[P, None]:

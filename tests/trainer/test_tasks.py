@@ -140,6 +140,34 @@ def test_callables_that_are_not_there(module: Any, path: str, message: str) -> N
         load_task(TaskTable(data="python:made_up_task:items"))
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_a_source_that_raises_names_task_data(module: Any, error: type[BaseException]) -> None:
+    def lazy(size: int, seed: int) -> Any:
+        yield "1?", "1"
+        raise error("first\nsecond")
+
+    module.lazy = lazy
+    with pytest.raises(TaskError, match=f"'python:made_up_task:lazy' raised {error.__name__}: first second") as caught:
+        load_task(TaskTable(data="python:made_up_task:lazy"))
+    assert isinstance(caught.value.__cause__, error)
+
+
+def test_params_are_arguments_by_name(module: Any) -> None:
+    """Each key is one; a function that takes a table named params is told so."""
+    module.items = lambda size, seed, params: []
+    with pytest.raises(TaskError, match="task.data = .*TypeError.*'digits'.*called with size, seed, digits by name"):
+        load_task(TaskTable(data="python:made_up_task:items", params={"digits": 2}))
+    with pytest.raises(TaskError, match="task.data = .*multiple values.*'size'"):
+        load_task(TaskTable(data="python:made_up_task:items", params={"size": 2}))
+
+
+def test_a_module_that_raises_names_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_task_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="task.data: importing 'broken_task_module' raised ZeroDivisionError"):
+        load_task(TaskTable(data="python:broken_task_module:items"))
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, None, "1", [1.0]])
 def test_a_reward_that_is_no_number_names_the_item(value: Any) -> None:
     task = tiny.task(lambda item, text: value)

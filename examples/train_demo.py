@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trainer.cli import guarded
 from trainer.config import Config, load
 from trainer.errors import ConfigError
+from trainer.lock import locked
 from trainer.loop import Trainer
 from trainer.plot import plot_runs, summary_table
 
@@ -35,8 +36,8 @@ PIECES = r"[A-Za-z ]+:|."  # the instruction is one token, every other character
 
 
 def make_room(config: Config) -> None:
-    """Remove this demo's last run. ConfigError for a directory of anything else, which stays as it is, and for a model
-    that the policy would replace."""
+    """Remove this demo's last run. ConfigError for a directory of anything else, which stays as it is, for a run that
+    goes on, and for a model that the policy would replace."""
     directory, policy = config.directory, config.model.path
     if policy != load(CONFIG).model.path and Path(policy).exists():
         raise ConfigError("exists already", path=policy, remedy="name a model.path that does not exist")
@@ -46,7 +47,8 @@ def make_room(config: Config) -> None:
     if not record.is_file() or load(record).run.name != NAME:
         raise ConfigError("holds no run of this demo, and is not replaced", path=str(directory),
                           remedy="name another directory: --set run.dir=DIR")  # fmt: skip
-    shutil.rmtree(directory)
+    with locked(directory):
+        shutil.rmtree(directory)
 
 
 def lessons(params: dict[str, int], count: int, seed: int, careless: float = 0.5) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import sys
 from pathlib import Path
@@ -58,5 +59,8 @@ def test_its_own_last_run_makes_room(demo: Any, tmp_path: Path, monkeypatch: pyt
         config = load(demo.CONFIG, [f"run.name={demo.NAME}", *settings])
         config.directory.mkdir(parents=True)
         config.save(config.directory / "config.toml")
+        with (config.directory / ".lock").open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # as another process that trains there
+            assert start(demo, monkeypatch, *settings) == 2 and (config.directory / "config.toml").exists()
         start(demo, monkeypatch, *settings)
         assert not config.directory.exists()

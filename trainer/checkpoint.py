@@ -127,7 +127,10 @@ def find(directory: Path, step: int | None = None) -> int:
         raise CheckpointError("there is no checkpoint", path=str(directory), remedy="start it with precgraph-train run")
     step = available[-1] if step is None else step
     if step not in available:
-        raise CheckpointError(f"no checkpoint of step {step}", path=str(directory), remedy=f"there are {available}")
+        raise CheckpointError(
+            f"no checkpoint of step {step}", path=str(directory),
+            remedy=f"there are {available}; a run keeps its last run.keep, set run.keep = 0 to keep all",
+        )  # fmt: skip
     return step
 
 

@@ -17,10 +17,10 @@ import typer
 from rich.console import Console
 from transformers.utils.logging import disable_progress_bar
 
-from precgraph.cli.console import Debug, Group
+from precgraph.cli.console import Debug, Group, ending_with_its_reader
 from precgraph.cli.console import settings as options
 from precgraph.errors import PrecGraphError
-from trainer.config import Config, load
+from trainer.config import Config, load, load_run
 from trainer.errors import ConfigError, InterruptedRunError, MetricAssertionError
 
 app = typer.Typer(
@@ -103,7 +103,7 @@ def resume(
         if into is not None and (into / "metrics.jsonl").exists():
             raise ConfigError("already holds a run", path=str(into), remedy="name a new directory for the fork")
         changes = [*(settings or []), *_more(asserts, metric_names), f"run.dir={json.dumps(str(target))}"]
-        resolved = load(directory / "config.toml", changes)
+        resolved = load_run(directory, changes)
         console = Console(stderr=True)
         with console.status("loading and compiling"):
             trainer = Trainer(resolved, console=console)
@@ -126,7 +126,7 @@ def evaluate(
     from trainer.loop import Trainer
 
     is_run = target.is_dir()
-    resolved = load(target / "config.toml" if is_run else target, settings or [])
+    resolved = load_run(target, settings or []) if is_run else load(target, settings or [])
     console = Console(stderr=True)
     with console.status("loading and compiling"):
         trainer = Trainer(resolved, console=console)
@@ -147,7 +147,7 @@ def export(
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError("exists already", path=str(output), remedy="name a directory that does not exist")
-    trainer = Trainer(load(directory / "config.toml"))
+    trainer = Trainer(load_run(directory))
     trainer.restore(directory, step)
     trainer.export(output)
     typer.echo(f"step {trainer.step}: {output}")
@@ -255,7 +255,8 @@ def guarded(command: Callable[[], Any]) -> int:
 
 def main() -> NoReturn:
     """The console script."""
-    raise SystemExit(guarded(lambda: app(standalone_mode=True)))
+    with ending_with_its_reader():
+        raise SystemExit(guarded(lambda: app(standalone_mode=True)))
 
 
 if __name__ == "__main__":

@@ -266,6 +266,15 @@ def load(path: str | Path, settings: Iterable[str] = ()) -> Config:
     return Config.from_dict(override(data, settings))
 
 
+def load_run(directory: Path, settings: Iterable[str] = ()) -> Config:
+    """The configuration of a run, from its directory; ConfigError if that is none."""
+    path = directory / "config.toml"
+    if not path.is_file():
+        what = "no such directory" if not directory.exists() else "is no run directory: it holds no config.toml"
+        raise ConfigError(what, path=str(directory), remedy="name a run directory")
+    return load(path, settings)
+
+
 def override(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """``data`` with ``a.b=c`` settings. ``c`` is a TOML value; what is not one is taken as a string."""
     result = {k: dict(v) if isinstance(v, Mapping) else v for k, v in data.items()}

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.table import Table
 
-from trainer.config import Config, load
+from trainer.config import Config, load_run
 from trainer.errors import TrainerError
 from trainer.metrics import Record, read_records
 
@@ -60,7 +60,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     for path in paths:
         if [p.resolve() for p in paths].count(path.resolve()) > 1:
             raise TrainerError("is named twice", path=str(path), remedy="name each run once")
-    runs = [Run(p, load(p / "config.toml"), read_records(p)) for p in paths]
+    runs = [Run(p, load_run(p), read_records(p)) for p in paths]
     for run in runs:
         if not run.records:
             raise TrainerError("has no step yet", path=str(run.path), remedy="let it finish a step")

@@ -112,9 +112,14 @@ def test_what_cannot_run_is_one_line_and_exit_2(
 
 
 def test_directories_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["resume"], ["plot"], ["compare"], ["eval"]):
-        assert call(*command, tmp_path) == 2
-        assert "Traceback" not in capsys.readouterr().err
+    for command in ("plot", "compare", "export"):
+        for directory, message in ((tmp_path, "holds no config.toml"), (tmp_path / "none", "no such directory")):
+            assert call(command, directory, *([tmp_path / "model"] if command == "export" else [])) == 2
+            error = capsys.readouterr().err
+            assert f"{directory}: " in error and error.endswith(f"{message}; name a run directory\n")
+    for command in ("resume", "eval"):
+        assert call(command, tmp_path) == 2 and "Traceback" not in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
 
 
 def test_assertions_on_what_is_measured_are_taken(config: Path) -> None:

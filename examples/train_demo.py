@@ -28,7 +28,7 @@ from trainer.config import Config, load
 from trainer.errors import ConfigError
 from trainer.lock import locked
 from trainer.loop import Trainer
-from trainer.plot import plot_runs, summary_table
+from trainer.plot import plot_runs, summary
 
 CONFIG = Path(__file__).parent / "configs" / "demo.toml"
 NAME = "train-demo"  # not that of CONFIG, whose runs are yours
@@ -129,7 +129,7 @@ def main() -> None:
     trainer.run()
     after = trainer.evaluate()["eval/pass_rate"]
 
-    console.print(summary_table([config.directory]))
+    console.print(summary([config.directory], console.width))
     for path in plot_runs([config.directory], config.directory / "curves"):
         console.print(f"wrote {path}")
     console.print(f"pass rate on {config.eval.items} held-out sums: {before:.0%} before, {after:.0%} after; mismatch "

@@ -170,9 +170,11 @@ def plot(
 @app.command()
 def compare(runs: Annotated[list[Path], typer.Argument(help="Run directories.")]) -> None:
     """Final values of runs, seeds of one configuration together with their spread."""
-    from trainer.plot import summary_table
+    from precgraph.cli.console import console
+    from trainer.plot import summary
 
-    Console(width=160).print(summary_table(runs))
+    out = console()
+    out.print(summary(runs, out.width))
 
 
 # ------------------------------------------------------------------------------------------ helpers

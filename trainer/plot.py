@@ -12,11 +12,14 @@ import io
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from trainer.config import Config, load_run
@@ -185,15 +188,30 @@ def _short(value: float) -> str:
     return f"{value:.1e}" if abs(value) < 1e-2 else f"{value:.3g}"
 
 
-def summary_table(paths: Sequence[Path]) -> Table:
-    """The table of final values for the terminal."""
+def summary(paths: Sequence[Path], width: int) -> RenderableType:
+    """The final values for a terminal of ``width`` columns: a row an experiment, or, where that does not fit, a column
+    each, or a table each."""
     header, *body = rows(read_runs(paths))
-    table = Table(title=f"means of the last {LAST} steps")
+    columns = [_table([header, *body]), _table(zip(header, *body, strict=True))]
+    apart = Group(*(_table(zip(header, row, strict=True)) for row in body))
+    return next((table for table in columns if _width(table) <= width), apart)
+
+
+def _table(lines: Iterable[Sequence[str]]) -> Table:
+    """The first line is the heading; the first column names the others."""
+    header, *body = lines
+    table = Table(title=f"means of the last {LAST} steps", title_justify="left")
     for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right")
-    for row in body:
-        table.add_row(*row)
+        table.add_column(escape(name), justify="left" if i == 0 else "right", overflow="fold")
+    for line in body:
+        table.add_row(*map(escape, line))
     return table
+
+
+def _width(table: Table) -> int:
+    """What it takes with no cell folded."""
+    room = Console(width=10_000)
+    return Measurement.get(room, room.options, table).maximum
 
 
 def _page(runs: Sequence[Run], image: bytes) -> str:

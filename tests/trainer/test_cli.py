@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,12 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from rich.console import Console
 
 from tests.trainer import tiny
 from trainer import checkpoint
 from trainer.cli import app, guarded
 from trainer.metrics import read_records
-from trainer.plot import final_value, moving_mean, read_runs, rows
+from trainer.plot import FINAL, final_value, moving_mean, read_runs, rows, summary
 
 
 def call(*arguments: object) -> int:
@@ -187,6 +189,33 @@ def test_what_is_no_broken_assertion_does_not_exit_1(config: Path, tmp_path: Pat
     assert call("resume", tmp_path / "run", "--into", tmp_path / "file") == 2  # an OSError
     sys.modules["cli_task"].items = lambda size, seed: 1 / 0  # type: ignore[attr-defined]
     assert call("eval", config) == 2  # an error of the task's own code
+
+
+@pytest.mark.parametrize(
+    ("arms", "seeds", "width", "lines"),
+    [
+        (4, 1, 160, 5 + 4),  # title, borders and heading; a row an arm
+        (4, 1, 80, 5 + 10),  # a column an arm
+        (3, 2, 80, 5 + 10),
+        (4, 2, 80, 4 * (5 + 10)),  # a table an arm
+        (1, 2, 40, 5 + 10),
+    ],
+)
+def test_the_summary_fits_the_terminal(arms: int, seeds: int, width: int, lines: int, tmp_path: Path) -> None:
+    paths = []
+    for arm in ("exact", "unified", "mixed", "bf16")[:arms]:
+        for seed in range(seeds):
+            paths.append(tmp_path / f"{arm}{seed}")
+            paths[-1].mkdir()
+            tiny.settings(paths[-1], run={"seed": seed}, precision={"arm": arm}).save(paths[-1] / "config.toml")
+            record = {"step": 0, **{key: 0.00123 * (seed + 1) for key, _ in FINAL}}
+            (paths[-1] / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    screen = Console(width=width, file=io.StringIO())
+    screen.print(summary(paths, width))
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("\n") == lines and max(map(len, text.splitlines())) <= width
+    cell = "1.2e-03" if seeds == 1 else "1.8e-03 ± 8.7e-04"
+    assert text.count(cell) == arms * len(FINAL)  # whole: no cell is folded
 
 
 def test_plot_helpers_by_hand(tmp_path: Path) -> None:

@@ -121,6 +121,23 @@ def test_answers_without_a_place_are_refused(more: dict[str, Any], name: str) ->
     assert not seen and not engine.taken
 
 
+@pytest.mark.parametrize("temperature", [1e-9, 0.005, "0.005"])  # the server reads a number in a string too
+def test_a_temperature_that_vllm_would_replace_is_refused(temperature: Any) -> None:
+    engine = Engine()
+    status, found, seen = ask(engine, ONE | {"temperature": temperature})
+    assert (status, found["error"]["param"], found["error"]["type"]) == (400, "temperature", "InputError")
+    assert (
+        f"vLLM takes 0.01 in place of {float(temperature)}; take 0 (greedy), or 0.01 and more"
+        in found["error"]["message"]
+    )
+    assert not seen and not engine.taken
+
+
+@pytest.mark.parametrize("temperature", [0, 0.0, 0.01, 1, None, "0.7", "hot", [1], 10**400])
+def test_other_temperatures_are_the_servers(temperature: Any) -> None:
+    assert ask(Engine({"versions": [1], "kept_mass": {}}), ONE | {"temperature": temperature})[0] == 200
+
+
 @pytest.mark.parametrize("prompt", ["text", ["text"], [[5, 6]], [5, 6]])
 def test_one_prompt_in_every_spelling(prompt: Any) -> None:
     request = {"prompt": prompt, "stream": False, "n": None, "use_beam_search": False}

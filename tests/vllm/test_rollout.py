@@ -12,6 +12,7 @@ import precgraph
 from precgraph.errors import InputError
 from precgraph.runtime.engine import Engine
 from precgraph.runtime.sampling import SamplingParams
+from precgraph.runtime.vllm.temperature import LEAST
 from tests.families import CAUSAL_LMS, MORE_LMS
 from tests.vllm.conftest import largest_difference
 
@@ -158,6 +159,8 @@ def test_what_changes_the_distribution_is_refused(pair: tuple[Any, Any], name: s
 
 
 def test_wrong_prompts_are_refused_before_anything_runs(pair: tuple[Any, Any]) -> None:
+    from vllm import SamplingParams as VllmParams
+
     llm = pair[1]
     with pytest.raises(InputError, match="prompt 1 is empty"):
         llm.generate([[1], []], SamplingParams())
@@ -166,7 +169,11 @@ def test_wrong_prompts_are_refused_before_anything_runs(pair: tuple[Any, Any]) -
     for text in ("12", [1.7]):
         with pytest.raises(InputError, match="prompt 0 is not a sequence of token ids"):
             llm.generate([text], SamplingParams())
-    with pytest.raises(InputError, match=r"temperature = 0.001: vLLM takes 0.01 in its place"):
-        llm.generate([[1]], SamplingParams(temperature=0.001))
+    late = VllmParams()
+    late.temperature = 0.001
+    for params in (SamplingParams(temperature=0.001), late):
+        with pytest.raises(InputError, match="^temperature: vLLM takes 0.01 in place of 0.001"):
+            llm.generate([[1]], params)
+    assert [VllmParams(temperature=t).temperature for t in (0.0, 0.00999, LEAST)] == [0.0, LEAST, LEAST]
     with pytest.raises(InputError, match="2 prompts but 1 sampling"):
         llm.generate([[1], [2]], [SamplingParams()])

@@ -15,6 +15,7 @@ from typing import Any
 from precgraph.errors import InputError, PrecGraphError, StaleWeightsError, UnsupportedModelError
 from precgraph.runtime.vllm import RECORD
 from precgraph.runtime.vllm.replies import value_of
+from precgraph.runtime.vllm.temperature import require_served
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -28,8 +29,8 @@ class SampleFields:
     """ASGI middleware: completions get ``choices[0].kept_mass``, a number a token, and ``precgraph`` with the program's
     ``digest`` and the ``weights_version``.
 
-    It refuses (status 400) what the answer has no place for: several sequences a request and streams; and (503) an
-    answer during which the weights changed.
+    It refuses (status 400) what the answer has no place for, several sequences a request and streams, and temperatures
+    in whose place vLLM takes another; and (503) an answer during which the weights changed.
     """
 
     def __init__(self, app: App) -> None:
@@ -48,6 +49,7 @@ class SampleFields:
         engine = scope["app"].state.engine_client
         try:
             _require_one_answer(request)
+            _require_temperature(request)
             _require_one_engine(engine.vllm_config.parallel_config)
         except PrecGraphError as error:
             await _refuse(send, 400, error)
@@ -124,6 +126,14 @@ def _require_one_answer(request: dict[str, Any]) -> None:
                 "an answer with its kept mass is whole, and of one sequence", path=name,
                 remedy="send a request for each, without stream: the prefix cache shares their blocks",
             )  # fmt: skip
+
+
+def _require_temperature(request: dict[str, Any]) -> None:
+    try:
+        temperature = float(request.get("temperature") or 0)
+    except (TypeError, ValueError, OverflowError):  # the server says what is wrong with it
+        return
+    require_served(temperature)
 
 
 def _require_one_engine(parallel: Any) -> None:

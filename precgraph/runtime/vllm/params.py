@@ -14,6 +14,7 @@ from precgraph.errors import InputError
 from precgraph.runtime.logprobs import MIN_TEMPERATURE
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams
 from precgraph.runtime.vllm import RECORD, SEED
+from precgraph.runtime.vllm.temperature import require_served
 
 # What changes the distribution that a token is drawn from without changing the log-probability that is reported, or
 # asks for numbers that the program does not make; each with the value that asks for nothing.
@@ -42,6 +43,7 @@ def require_exact(params: Any) -> None:
         empty = value is None or value == nothing or (nothing is None and value in ([], {}))
         if not empty:
             raise InputError(f"{name} = {value!r} is refused in exact mode: {why}")
+    require_served(params.temperature)  # one that was set after vLLM's constructor, which replaces it
     if params.logprobs == -1:
         raise InputError("logprobs = -1 is refused in exact mode: ask for the k likeliest, logprobs = k")
     seed, record = own_args(params)
@@ -65,16 +67,11 @@ def to_vllm(params: SamplingParams) -> Any:
 
     InputError for a temperature in whose place vLLM would take another.
     """
-    made = VllmParams(
+    require_served(params.temperature)
+    return VllmParams(
         max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
         stop_token_ids=list(params.stop_token_ids), ignore_eos=True, seed=params.seed, logprobs=0, detokenize=False,
     )  # fmt: skip
-    if made.temperature != params.temperature:
-        raise InputError(
-            f"temperature = {params.temperature}: vLLM takes {made.temperature} in its place",
-            remedy=f"take 0 (greedy), or {made.temperature} and more",
-        )
-    return made
 
 
 def completion_fields(output: Any, version: int, kept_mass: Mapping[Any, float] = {}) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -68,6 +69,18 @@ def recipe_file(folder: Path, **changes: Any) -> Path:
     path = folder / "recipe.toml"
     Recipe.from_dict(data).save(path)
     return path
+
+
+@pytest.mark.parametrize("arguments", [("precgraph", "rule"), ("precgraph", "schema"), ("trainer.cli", "--help")])
+def test_a_reader_that_goes_away_is_no_verdict(arguments: tuple[str, ...]) -> None:
+    """Printed at once, in the buffer until the end, or by the parser: what SIGPIPE does, and not a word."""
+    with subprocess.Popen(
+        [sys.executable, "-m", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    ) as gone:
+        assert gone.stdout is not None and gone.stderr is not None
+        gone.stdout.close()
+        assert gone.stderr.read() == b""
+        assert gone.wait(60) == 128 + signal.SIGPIPE
 
 
 # ----------------------------------------------------------------------------------------- startup

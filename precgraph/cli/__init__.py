@@ -11,7 +11,7 @@ import typer
 
 import precgraph
 from precgraph.cli import audit, bisect, check, diff, digest, doctor, env, export, recipe, report, rule, show, stacks
-from precgraph.cli.console import Debug, Group, settings
+from precgraph.cli.console import Debug, Group, ending_with_its_reader, settings
 
 app = typer.Typer(
     cls=Group,
@@ -61,4 +61,5 @@ for command in (
 
 def main() -> None:
     """Entry point of the ``precgraph`` script."""
-    app(prog_name="precgraph")
+    with ending_with_its_reader():
+        app(prog_name="precgraph")

@@ -28,6 +28,7 @@ D = TypeVar("D")
 _NO_MEMORY = "can't allocate memory"  # torch's words on a CPU, in a plain RuntimeError
 _VERBOSITY = "TRANSFORMERS_VERBOSITY"
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' own messages.")]
+_GONE = 141  # 128 + SIGPIPE
 PIPED_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
 
@@ -111,6 +112,30 @@ def _quiet() -> Iterator[None]:
             os.environ.pop(_VERBOSITY, None)
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def ending_with_its_reader() -> Iterator[None]:
+    """Around a whole program: one whose output nobody reads any more (``| head -1``) ends as SIGPIPE would end it,
+    silently and with exit code 141. Any other would be taken for a verdict."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as end:
+        if not _broken_pipe(end):
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.__stdout__, sys.__stderr__):
+            if stream is not None:
+                os.dup2(nowhere, stream.fileno())  # what is left in the buffers
+        raise SystemExit(_GONE) from None
+
+
+def _broken_pipe(error: BaseException | None) -> bool:
+    """Whether an exit came of a broken pipe: rich and typer make exit code 1 of it."""
+    return error is not None and (isinstance(error, BrokenPipeError) or _broken_pipe(error.__context__))
 
 
 # ------------------------------------------------------------------------------------------ output

@@ -14,7 +14,7 @@ from typing import Any
 
 from precgraph.errors import InputError, PrecGraphError, StaleWeightsError, UnsupportedModelError
 from precgraph.runtime.vllm import RECORD
-from precgraph.runtime.vllm.replies import value_of
+from precgraph.runtime.vllm.replies import kept_masses, value_of
 from precgraph.runtime.vllm.temperature import require_served
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -105,8 +105,7 @@ def _add(answer: _Answer, digest: str, record: dict[str, Any] | None) -> None:
             remedy="ask again; finish or abort all requests before an update",
         )
     (choice,) = body["choices"]
-    kept = {int(index): mass for index, mass in record["kept_mass"].items()}
-    choice["kept_mass"] = [kept[i] if kept else 1.0 for i in range(body["usage"]["completion_tokens"])]
+    choice["kept_mass"] = kept_masses(record["kept_mass"], body["usage"]["completion_tokens"])
     body["precgraph"] = {"digest": digest, "weights_version": record["versions"][0]}
     answer.content = json.dumps(body).encode()
 

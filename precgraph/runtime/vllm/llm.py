@@ -74,9 +74,8 @@ class LLM:
         self._digest = self._actor.graph.digest() if self._actor else digest
         self._broken: str | None = None
         _refuse(engine_args)
-        self.vocabulary = int(
-            load_config_model(model).config.vocab_size
-        )  # a bad model fails here, typed, not in a worker
+        # A bad model fails here, with a typed error, and not in a worker.
+        self.vocabulary = int(load_config_model(model).config.vocab_size)
         variables = {RUNNER: "0", **(IN_PROCESS if actor is not None else {})}
         with preserved_state(), environment(variables):
             self.engine = self._start(str(model), engine_args)

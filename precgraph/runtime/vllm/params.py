@@ -14,6 +14,7 @@ from precgraph.errors import InputError
 from precgraph.runtime.logprobs import MIN_TEMPERATURE
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams
 from precgraph.runtime.vllm import RECORD, SEED
+from precgraph.runtime.vllm.replies import kept_masses
 from precgraph.runtime.vllm.temperature import require_served
 
 # What changes the distribution that a token is drawn from without changing the log-probability that is reported, or
@@ -81,11 +82,10 @@ def completion_fields(output: Any, version: int, kept_mass: Mapping[Any, float] 
     """
     (answer,) = output.outputs
     tokens = list(answer.token_ids)
-    kept = {int(index): mass for index, mass in kept_mass.items()}
     return {
         "prompt_token_ids": list(output.prompt_token_ids), "token_ids": tokens,
         "logprobs": [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)],
-        "kept_mass": [kept[i] if kept else 1.0 for i in range(len(tokens))],
+        "kept_mass": kept_masses(kept_mass, len(tokens)),
         "finish_reason": str(answer.finish_reason), "weights_version": version,
         "cached_tokens": output.num_cached_tokens or 0,
     }  # fmt: skip

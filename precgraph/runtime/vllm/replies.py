@@ -6,7 +6,7 @@ vLLM turns an exception of a worker in another process into text.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import precgraph.errors
@@ -34,3 +34,12 @@ def value_of(reply: Reply) -> Any:
         name, message, path, remedy = reply["error"]
         raise getattr(precgraph.errors, name)(message, path=path, remedy=remedy)
     return reply["value"]
+
+
+def kept_masses(record: Mapping[Any, float], count: int) -> list[float]:
+    """The kept mass of the first ``count`` tokens from a record by the token's index, which JSON makes text.
+
+    An empty record is that of a request whose every token could be drawn: 1. KeyError: the record lacks a token.
+    """
+    kept = {int(index): mass for index, mass in record.items()}
+    return [kept[i] if kept else 1.0 for i in range(count)]

@@ -112,10 +112,8 @@ def kind(row: Mapping[str, Any]) -> str:
 
 def how_many(compared: Mapping[str, Any]) -> str:
     """What was compared, in the unit that the level counts: "62 values", "1 module"."""
-    for unit in ("values", "modules", "facts"):
-        if unit in compared:
-            return f"{compared[unit]} {unit[:-1] if compared[unit] == 1 else unit}"
-    return "all that was"
+    unit = next(unit for unit in ("values", "modules", "facts") if unit in compared)
+    return f"{compared[unit]} {unit[:-1] if compared[unit] == 1 else unit}"
 
 
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:

@@ -27,7 +27,7 @@ def render(document: Mapping[str, Any]) -> str:
             word=word,
             rest=rest,
             summary=summary(document),
-            measured=numerics.tables(document) if document["level"] == "numerics" else [],
+            measured=numerics.tables(document),
             groups=[group for group in groups if group[2]],
             parts=[(part, svg.draw(part, svg.marks(document))) for part in document.get("parts", [])],
             fixes=_fixes(document),

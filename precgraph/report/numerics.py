@@ -59,7 +59,9 @@ def lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def tables(document: Mapping[str, Any]) -> list[Table]:
-    """What differs by itself, and how the difference grows; none where nothing differs."""
+    """What differs by itself, and how the difference grows; none where nothing differs, or at another level."""
+    if document["level"] != "numerics":
+        return []
     measured = document["numerics"]
     found: list[Table] = []
     if measured["causes"]:

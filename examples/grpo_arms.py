@@ -40,7 +40,7 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Returns the exit code: 0 if every run stands, done or to be continued; 2 if none could start."""
+    """Returns the exit code: 0 if every run stands, done or to be continued; 1 if one failed; 2 if none could start."""
     end = time.monotonic() + options.seconds
     runs, logs = Path(options.runs), Path(options.runs) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -268,26 +268,26 @@ def _sets(settings: Any) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("run", help="run or continue all arms and seeds")
-    one.add_argument("--model", required=True, help="a directory, a .gguf or a hub id")
-    one.add_argument("--runs", default="runs/arms", help="where the run directories go")
-    one.add_argument("--seconds", type=float, default=560.0, help="the whole command ends within so many")
-    one.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    one.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    one.add_argument("--warm", type=int, default=8, help="processes that compile kernels during the smoke run")
-    one.add_argument("--no-smoke", action="store_true", help="for a second part")
-    ahead = commands.add_parser("kernels", help="compile the kernels ahead")
-    ahead.add_argument("--model", required=True, help="a model of the same shapes; its weights do not matter")
-    ahead.add_argument("--runs", default="runs/arms", help="where the logs go")
-    ahead.add_argument("--seconds", type=float, default=300.0)
-    ahead.add_argument("--warm", type=int, default=12, help="processes")
-    two = commands.add_parser("warm", help="compile the kernels of some sizes, in this process")
-    two.add_argument("--part", nargs=2, type=int, required=True, metavar=("I", "N"))
-    for sub in (one, ahead, two):
-        sub.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=C")
-    three = commands.add_parser("report", help="curves and a table of runs")
-    three.add_argument("--runs", default="runs/arms")
-    three.add_argument("-o", "--output", type=Path, default=Path("docs/results/smollm2-arms"))
+    running = commands.add_parser("run", help="run or continue all arms and seeds")
+    running.add_argument("--model", required=True, help="a directory, a .gguf or a hub id")
+    running.add_argument("--runs", default="runs/arms", help="where the run directories go")
+    running.add_argument("--seconds", type=float, default=560.0, help="the whole command ends within so many")
+    running.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    running.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    running.add_argument("--warm", type=int, default=8, help="processes that compile kernels during the smoke run")
+    running.add_argument("--no-smoke", action="store_true", help="for a second part")
+    compiling = commands.add_parser("kernels", help="compile the kernels ahead")
+    compiling.add_argument("--model", required=True, help="a model of the same shapes; its weights do not matter")
+    compiling.add_argument("--runs", default="runs/arms", help="where the logs go")
+    compiling.add_argument("--seconds", type=float, default=300.0)
+    compiling.add_argument("--warm", type=int, default=12, help="processes")
+    warming = commands.add_parser("warm", help="compile the kernels of some sizes, in this process")
+    warming.add_argument("--part", nargs=2, type=int, required=True, metavar=("I", "N"))
+    for each in (running, compiling, warming):
+        each.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=C")
+    reporting = commands.add_parser("report", help="curves and a table of runs")
+    reporting.add_argument("--runs", default="runs/arms")
+    reporting.add_argument("-o", "--output", type=Path, default=Path("docs/results/smollm2-arms"))
     options = parser.parse_args()
     for name in ("arms", "seeds"):  # one named twice would be two processes in one run directory
         setattr(options, name, list(dict.fromkeys(getattr(options, name, []))))

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -74,9 +74,7 @@ def drive(
         print(f"   {time.monotonic() - begun:.0f} s in all", flush=True)
 
 
-def parts(
-    module: str, arguments: Sequence[str], *, name: str, logs: Path, limit: float, environment: Mapping[str, str] = {}
-) -> Iterator[dict[str, Any]]:
+def parts(module: str, arguments: Sequence[str], *, name: str, logs: Path, limit: float) -> Iterator[dict[str, Any]]:
     """Run ``python -m module arguments``; yields what it reports, then ``{"problem": ...}`` if it did not end well.
 
     After ``limit`` seconds it is killed, with all processes that it started.
@@ -85,7 +83,7 @@ def parts(
     begun, late = time.monotonic(), False
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", module, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", start_new_session=True, cwd=ROOT, env=_environment(environment),
+        errors="replace", start_new_session=True, cwd=ROOT, env=_environment(),
     )  # fmt: skip
 
     def stop() -> None:
@@ -118,13 +116,13 @@ def parts(
         yield {"problem": f"ended with {process.returncode}: {' | '.join(said[-2:])[-600:]} (see {log})"}
 
 
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """The part's environment: this one, the settings above, and precgraph's plugin even if it is not installed."""
     path = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     if not importlib.metadata.entry_points(group="vllm.general_plugins", name="precgraph"):
         path.insert(0, _plugin_folder())
     kernels = str(Path("~/.deep_gemm").expanduser())  # one cache for all: vLLM would choose another
-    values = {"DG_JIT_CACHE_DIR": kernels, **ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
+    values = {"DG_JIT_CACHE_DIR": kernels, **ENVIRONMENT, **os.environ, "PYTHONPATH": os.pathsep.join(path)}
     if "CUDA_HOME" not in values and Path("/usr/local/cuda/bin/nvcc").exists():
         values["CUDA_HOME"] = "/usr/local/cuda"
     return values

@@ -251,7 +251,16 @@ def test_an_environment_file_for_the_rollout(llama: str) -> None:
     fixed = check(llama, "--train", "deep_gemm", "--infer", "vllm", "--fix")
     assert Path("precgraph.env").read_text() == "# ours\nHOME_OF=x\nVLLM_USE_DEEP_GEMM_E8M0=0\n"
     assert fixed.exit_code == 1  # a file is not yet an environment
-    assert "start both sides in this environment" in " ".join(fixed.stderr.split())
+    words = " ".join(fixed.stderr.split())
+    assert words.startswith("wrote precgraph.env") and "start both sides in this environment" in words
+    assert "fixed" not in words
+    there = CliRunner(env={"VLLM_USE_DEEP_GEMM_E8M0": "0"}).invoke(
+        app, ["check", llama, "--train", "deep_gemm", "--infer", "vllm", "--json"]
+    )
+    left = len(json.loads(there.stdout)["violations"])
+    assert left > 1 and words.endswith(
+        f"precgraph.env: {left} root causes remain in that environment; the result above is of this one"
+    )
 
 
 def test_the_fewest_variables_that_help_and_no_guess() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -101,18 +101,34 @@ def check(
         from precgraph.cli.weights import check_bytes
 
         raise typer.Exit(check_bytes(model, train, infer, output))
-    report, context, plan = _graphs(model, train, infer, backend)
+    report, context, plan = _graphs(model, train, infer, backend, os.environ)
+    there = ""  # in the environment that was written
     if mended := output.mend(plan):
         try:
-            report, context, _ = _graphs(model, train, infer, backend)
+            report, context, _ = _graphs(model, train, infer, backend, os.environ)
+            if mended.environment:
+                there = _there(*_graphs(model, train, infer, backend, {**os.environ, **mended.environment})[:2], output)
         except PrecGraphError:  # no kernel, for one: then the files were better before
             mended.undo()
             raise
-    raise typer.Exit(output.conclude(report, context))
+    code = output.conclude(report, context)
+    if there:
+        typer.echo(there, err=True)
+    raise typer.Exit(code)
 
 
-def _graphs(model: str, train: str, infer: str, backend: str) -> tuple[Report, dict[str, Any], Callable[[], Plan]]:
-    """The report of level graph, what its document says besides, and what could mend it."""
+def _there(report: Report, context: dict[str, Any], output: results.Output) -> str:
+    from precgraph.fix.environment import FILE
+
+    left = len(output.document(report, context)["violations"])
+    rest = f"{left} root causes remain" if left > 1 else f"{'one' if left else 'no'} root cause remains"
+    return f"{FILE}: {rest} in that environment; the result above is of this one"
+
+
+def _graphs(
+    model: str, train: str, infer: str, backend: str, env: Mapping[str, str]
+) -> tuple[Report, dict[str, Any], Callable[[], Plan]]:
+    """The report of level graph in an environment, what its document says besides, and what could mend it."""
     with progress() as step:
         step("reading the recipes")
         from precgraph.stacks.pair import explain, linear_modules, parse, resolve_for
@@ -125,7 +141,7 @@ def _graphs(model: str, train: str, infer: str, backend: str) -> tuple[Report, d
         from precgraph.report.layer import drawn_parts
 
         device = target(traced.tensors.values())
-        sides = resolve_for(traced.graph, named, os.environ)
+        sides = resolve_for(traced.graph, named, env)
         recipes = sides[0].recipe, sides[1].recipe
         own = [side.checkpoint and trace_served(model, side.checkpoint) for side in named]
         step("building the training program")
@@ -151,7 +167,7 @@ def _graphs(model: str, train: str, infer: str, backend: str) -> tuple[Report, d
     def plan() -> Plan:
         from precgraph.fix import plan_graph
 
-        return plan_graph(report, sides, linear_modules(traced.graph), os.environ, Path())
+        return plan_graph(report, sides, linear_modules(traced.graph), env, Path())
 
     return report, context, plan
 

@@ -123,7 +123,7 @@ class Output:
         else:
             made.apply()
             for change in made.changes:
-                typer.echo(one_line(f"fixed {change.words}"), err=True)
+                typer.echo(one_line(f"{change.verb} {change.words}"), err=True)
         for words in made.by_hand:
             typer.echo(one_line(f"by hand: {words}"), err=True)
         return made if made.changes and not self.diff else None

@@ -73,7 +73,7 @@ def environment_file(folder: Path, variables: Mapping[str, str]) -> Change | Non
             lines.append(line)
     after = "\n".join(lines) + "\n"
     words = f"{path}: {_words(variables)}; start both sides in this environment (set -a; . ./{FILE}; set +a)"
-    return None if after == before else Change(path, before, after, words)
+    return None if after == before else Change(path, before, after, words, "wrote")
 
 
 def _words(variables: Mapping[str, str] | Iterable[tuple[str, str]]) -> str:

@@ -166,3 +166,4 @@ def _fix_environment(
         plan.by_hand.append(found)
     elif found and (change := environment_file(folder, found)) is not None:
         plan.changes.append(change)
+        plan.environment = found

@@ -14,12 +14,14 @@ from precgraph.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One file: its text now (empty if there is none), its new text, and in words what that does."""
+    """One file: its text now (empty if there is none), its new text, in words what that does, and the ``verb`` of having
+    written it: "wrote" where that alone mends nothing."""
 
     path: Path
     before: str
     after: str
     words: str
+    verb: str = "fixed"
 
     def diff(self) -> Iterator[str]:
         """The change as a unified diff."""
@@ -31,10 +33,12 @@ class Change:
 
 @dataclass(slots=True)
 class Plan:
-    """``changes`` are safe; ``by_hand`` are remedies for what is not, or is not understood."""
+    """``changes`` are safe; ``by_hand`` are remedies for what is not, or is not understood; ``environment`` are the
+    variables of an environment file among the changes."""
 
     changes: list[Change] = field(default_factory=list)
     by_hand: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def diff(self) -> str:
         """All changes as a unified diff."""

@@ -99,10 +99,10 @@ def test_refined_quotient_is_ieee_division_for_every_bf16_mantissa_and_scale() -
 
 
 def test_conversions_and_products_of_pairs_are_torchs() -> None:
-    """Every bf16 widened, every fp32 rounded to bf16, and all products of two bf16, the subnormal ones too.
+    """Every bf16 widened, every fp32 rounded to bf16, and the products of all pairs of bf16 but a few.
 
-    The low halves of the fp32 values number the bf16 that they meet: which each of their own roundings meets too, all
-    but a few.
+    The low half of each fp32 value numbers the bf16 that it is multiplied with, and its high half is the bf16 that it
+    is rounded to, or the one before: so each bf16 meets nearly every other, subnormal ones too.
     """
     every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(torch.bfloat16)
     chunk = 1 << 26

@@ -1,7 +1,8 @@
 """The Triton backend's records: which nodes its kernels serve, alone and in fusion groups.
 
 Numerics ids are those of the reference where a test has shown the same bits. What has an id of its own: the FP8 GEMM,
-and the gradients of norm weights, which are summed over tokens in another order.
+and the gradients of norm weights, which are summed over tokens in another order. ``aten.rope_backward`` is equal but for
+the sign of a zero: autograd adds the zeros of the other half to every gradient, and -0 + 0 is +0.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from precgraph.formats import Format, QTensor
 from precgraph.graph import precision, tensor
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8
-from precgraph.lowering.packs import Fp8Weight, MasterWeight, pad_columns
+from precgraph.lowering.packs import Fp8Weight, MasterWeight, pad_columns, padded
 from precgraph.lowering.registry import Kernel, register
 from precgraph.lowering.triton import gated, gemm, norm, quantize, rope
 from precgraph.lowering.triton.primitives import rule
@@ -327,14 +328,14 @@ def _run_quantize_parts(
     if len(parts) == 1:
         return [made[name] for name, _ in places]
     widths = [p.shape[1] for p in flat]
-    starts = [sum(-(-w // 128) * 128 for w in widths[:i]) for i in range(len(widths))]
+    starts = [sum(map(padded, widths[:i])) for i in range(len(widths))]
     return [_columns(made[name], starts[i], parts[i]) for name, i in places]
 
 
 def _columns(q: QTensor, start: int, part: Tensor) -> QTensor:
     """The columns of ``q`` that hold ``part``."""
     step, width = q.format.block[1], part.shape[-1]
-    stop = start + -(-width // step) * step
+    stop = start + padded(width, step)
     return QTensor(q.codes[:, start:stop], q.scales[:, start // step : stop // step], part.shape, q.format)
 
 

@@ -1,8 +1,8 @@
 """The Triton backend's records: which nodes its kernels serve, alone and in fusion groups.
 
 Numerics ids are those of the reference where a test has shown the same bits. What has an id of its own: the FP8 GEMM,
-and the gradients of norm weights, which are summed over tokens in another order. ``aten.rope_backward`` is equal but for
-the sign of a zero: autograd adds the zeros of the other half to every gradient, and -0 + 0 is +0.
+and the gradients of norm weights, which are summed over tokens in another order. ``aten.rope_backward`` is equal but
+for the sign of a zero: autograd adds the zeros of the other half to every gradient, and -0 + 0 is +0.
 """
 
 from __future__ import annotations

@@ -202,6 +202,49 @@ def test_a_gap_in_the_positions(actor: Any) -> None:
         precgraph.token_logprobs(actor, IDS, position_ids=positions)
 
 
+@pytest.mark.parametrize("start", [-3, 2**24 - 11, 2**62])
+def test_positions_that_are_none(actor: Any, start: int) -> None:
+    """fp32, in which RoPE multiplies them, has 2**24 - 1 and not 2**24 + 1."""
+    positions = torch.arange(12)[None]
+    with pytest.raises(InputError, match=r"position_ids hold .*, outside 0\.\.16777215"):
+        precgraph.token_logprobs(actor, IDS, position_ids=positions + start)
+    assert precgraph.token_logprobs(actor, IDS, position_ids=positions + 2**24 - 12).isfinite().all()
+    with pytest.raises(InputError, match="position_ids must be integers"):
+        precgraph.token_logprobs(actor, IDS, position_ids=positions > 0)
+
+
+@pytest.mark.parametrize("made", [lambda x: x.to("meta"), lambda x: x.to_sparse()], ids=["meta", "sparse"])
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "position_ids", "cu_seq_lens", "rows", "temperature"])
+def test_tensors_without_values(actor: Any, name: str, made: Any) -> None:
+    given = {
+        "input_ids": IDS, "attention_mask": torch.ones_like(IDS), "position_ids": torch.arange(12)[None],
+        "cu_seq_lens": torch.tensor([0, 12]), "rows": torch.tensor([1]), "temperature": torch.ones(1),
+    }  # fmt: skip
+    precgraph.token_logprobs(actor, **given)
+    with pytest.raises(InputError, match=f"^{name} must be a dense tensor with values"):
+        precgraph.token_logprobs(actor, **given | {name: made(given[name])})
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize(
+    ("ids", "rows", "shape"),
+    [(IDS, torch.empty(0, dtype=torch.int64), (0,)), (IDS[:, :1], None, (1, 0)), (IDS.T, None, (12, 0))],
+    ids=["no rows", "one token", "rows of one token"],
+)
+def test_nothing_to_score_is_differentiable(
+    actor: Any, ids: Tensor, rows: Tensor | None, shape: tuple[int, ...], entropy: bool
+) -> None:
+    """A share of a batch that holds no response adds nothing to the gradients, and does not break the others."""
+    found = precgraph.token_logprobs(actor, ids, rows=rows, entropy=entropy)
+    actor.zero_grad()
+    for out in found if entropy else (found,):
+        assert out.shape == shape and out.dtype == torch.float32
+        out.sum().backward(retain_graph=True)
+    grads = [p.grad for n, p in actor.named_parameters() if "_proj" in n]
+    assert grads and all(g is not None and not g.any() for g in grads)
+    actor.zero_grad()
+
+
 def test_labels_on_padding(actor: Any) -> None:
     mask = torch.ones_like(IDS)
     mask[0, 9:] = 0
@@ -216,8 +259,10 @@ def test_labels_that_are_none(actor: Any, labels: Tensor) -> None:
         actor(IDS, labels=labels)
 
 
-@pytest.mark.parametrize("temperature", [1e-38, 0.0, float("inf"), float("nan")])
-def test_temperatures_that_overflow(actor: Any, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "temperature", [1e-38, 0.0, float("inf"), float("nan"), None, "1", 10**400, 1j, torch.tensor([1.0], device="meta")]
+)
+def test_temperatures_that_are_none(actor: Any, temperature: Any) -> None:
     with pytest.raises(InputError, match="temperature"):
         precgraph.token_logprobs(actor, IDS, temperature=temperature)
 

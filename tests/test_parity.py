@@ -280,7 +280,7 @@ def test_some_rows_alone(pair: Pair, side: str, monkeypatch: pytest.MonkeyPatch)
     for bad in (rows.int(), rows[None], torch.tensor([-1]), torch.tensor([whole.numel()])):
         with pytest.raises(precgraph.InputError, match="rows must be"):
             precgraph.token_logprobs(pair.actor, ids, mask, rows=bad)
-    with pytest.raises(precgraph.InputError, match="rows is a list"):
+    with pytest.raises(precgraph.InputError, match="rows must be a tensor, not list"):
         precgraph.token_logprobs(pair.actor, ids, mask, rows=[0])  # type: ignore[call-overload]
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from precgraph.errors import InputError
 
+POSITIONS = 2**24  # RoPE multiplies positions in fp32, which tells no more integers apart
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
@@ -49,8 +51,8 @@ def pack(
         ("input_ids", input_ids), ("attention_mask", attention_mask), ("position_ids", position_ids),
         ("cu_seq_lens", cu_seq_lens),
     ):  # fmt: skip
-        if given is not None and not isinstance(given, Tensor):
-            raise InputError(f"{name} must be a tensor, not {type(given).__name__}", remedy="pass torch.tensor(...)")
+        if given is not None:
+            require_values(name, given)
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise InputError(f"input_ids must be int64 or int32 [batch, tokens], not {_describe(input_ids)}")
     rows, width = input_ids.shape
@@ -58,7 +60,7 @@ def pack(
     if position_ids is not None:
         if position_ids.shape == (1, width):
             position_ids = position_ids.expand(rows, -1)
-        if position_ids.shape != input_ids.shape or position_ids.is_floating_point():
+        if position_ids.shape != input_ids.shape or position_ids.dtype not in (torch.int64, torch.int32):
             raise InputError(
                 f"position_ids must be integers {list(input_ids.shape)} like input_ids, not {_describe(position_ids)}"
             )
@@ -80,12 +82,27 @@ def pack(
         )
     flat = positions.flatten()[where].long()
     if position_ids is not None:
-        _require_continuous(flat, bounds)
+        _require_positions(flat, bounds)
     return Packed(ids[None].long(), flat[None], bounds, where, (rows, width))
 
 
-def _require_continuous(positions: Tensor, bounds: tuple[int, ...]) -> None:
+def require_values(name: str, given: object) -> None:
+    """InputError, naming the argument, unless it is a tensor that holds its values: dense, and not of device meta."""
+    if not isinstance(given, Tensor):
+        raise InputError(f"{name} must be a tensor, not {type(given).__name__}", remedy="pass torch.tensor(...)")
+    if given.is_meta or given.is_nested or given.layout is not torch.strided:
+        kind = "of device meta" if given.is_meta else "nested" if given.is_nested else str(given.layout)
+        raise InputError(f"{name} must be a dense tensor with values, not one {kind}", remedy="pass its dense values")
+
+
+def _require_positions(positions: Tensor, bounds: tuple[int, ...]) -> None:
     """A sequence whose positions jump or restart would silently attend over what was meant to be separate."""
+    least, most = int(positions.min()), int(positions.max())
+    if least < 0 or most >= POSITIONS:
+        raise InputError(
+            f"position_ids hold {least}..{most}, outside 0..{POSITIONS - 1}",
+            remedy="count a sequence's tokens from 0, or leave position_ids out",
+        )
     continues = positions.diff() == 1
     continues[torch.tensor(bounds[1:-1], dtype=torch.long, device=positions.device) - 1] = True
     if not bool(continues.all()):

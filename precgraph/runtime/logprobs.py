@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from precgraph.errors import InputError
+from precgraph.runtime.inputs import require_values
 
 MIN_TEMPERATURE = 1e-5  # logits / temperature must not overflow; vLLM takes what is below it for greedy
 
@@ -54,7 +55,14 @@ def chosen_logprobs(logits: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
 
 def require_temperature(temperature: float | Tensor) -> None:
     """InputError unless it is positive and finite, all of it; a tensor on a GPU is waited for."""
-    given = torch.as_tensor(temperature, dtype=torch.float32)
+    if isinstance(temperature, Tensor):
+        require_values("temperature", temperature)
+    try:
+        given = torch.as_tensor(temperature, dtype=torch.float32)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise InputError(
+            f"temperature must be a number that fp32 can hold, or a tensor of them, not {repr(temperature)[:40]}"
+        ) from None
     if not bool(((given >= MIN_TEMPERATURE) & given.isfinite()).all()):
         raise InputError(
             f"temperature must be positive, at least {MIN_TEMPERATURE}, and finite",

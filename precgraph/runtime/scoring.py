@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from precgraph.errors import InputError
 from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.contexts import PackedContext
-from precgraph.runtime.inputs import Packed, pack
+from precgraph.runtime.inputs import Packed, pack, require_values
 from precgraph.runtime.logprobs import chosen_logprobs, logprobs_from_logits, require_temperature
 from precgraph.runtime.sizes import filled
 
@@ -63,8 +63,17 @@ def token_logprobs(
         packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(model.is_gradient_checkpointing)
     )
     at = _predicting(packed, rows)
+    scored = _scored(compiled, packed, hidden, at, divisors, entropy)
+    out = packed.unpack(scored, at)[:, :-1] if rows is None else scored
+    return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
+
+
+def _scored(compiled: Compiled, packed: Packed, hidden: Tensor, at: Tensor, divisors: Tensor, entropy: bool) -> Tensor:
+    """Log-probabilities of the tokens after those at ``at [n]``, with ``entropy`` entropies beside: ``[n, 1 or 2]``."""
     count = at.numel()
-    if count and (missing := filled(count % LOGPROB_ROWS, at.device) - count % LOGPROB_ROWS):
+    if not count:  # lm_head has nothing to do; what is differentiated is still a function of the parameters
+        return hidden[0, at].float()[:, : 1 + entropy]
+    if missing := filled(count % LOGPROB_ROWS, at.device) - count % LOGPROB_ROWS:
         at = torch.cat([at, at[-1:].expand(missing)])
     targets = packed.ids[0, at + 1]
 
@@ -80,9 +89,7 @@ def token_logprobs(
         else score(hidden[:, r], i, d)
         for r, i, d in chunks
     ]
-    scored = torch.cat(parts)[:count]
-    out = packed.unpack(scored, at[:count])[:, :-1] if rows is None else scored
-    return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
+    return torch.cat(parts)[:count]
 
 
 def _predicting(packed: Packed, rows: Tensor | None) -> Tensor:
@@ -93,8 +100,7 @@ def _predicting(packed: Packed, rows: Tensor | None) -> Tensor:
     if rows is None:
         return (~ends).nonzero().flatten()
     height, width = packed.shape[0], packed.shape[1] - 1
-    if not isinstance(rows, Tensor):  # whoever calls may have no type checker
-        raise InputError(f"rows is a {type(rows).__name__}", remedy="pass torch.tensor(rows), int64")
+    require_values("rows", rows)  # whoever calls may have no type checker
     if rows.dim() != 1 or rows.dtype != torch.int64 or not bool(((rows >= 0) & (rows < height * width)).all()):
         raise InputError(f"rows must be a vector of int64 indices into the {height} x {width} entries of the result")
     place = torch.full((height * (width + 1),), count, device=device)

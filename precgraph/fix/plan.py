@@ -14,8 +14,8 @@ from precgraph.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One file: its text now (empty if there is none), its new text, in words what that does, and the ``verb`` of having
-    written it: "wrote" where that alone mends nothing."""
+    """One file: its text now (empty if there is none), its new text, what that does in words, and the ``verb`` of
+    having written it: "wrote" where that alone mends nothing."""
 
     path: Path
     before: str

@@ -20,6 +20,7 @@ from precgraph.runtime.vllm.temperature import require_served
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
 Message = MutableMapping[str, Any]
+Headers = Sequence[tuple[bytes, bytes]]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
@@ -58,7 +59,8 @@ class SampleFields:
         content = json.dumps(request | {"vllm_xargs": {**(request.get("vllm_xargs") or {}), RECORD: name}}).encode()
         answer, taken = _Answer(), None
         try:
-            await self._app(_sized(scope, content), _replayed(content, receive), answer.collect)
+            sized = {**scope, "headers": _sized(scope["headers"], content)}
+            await self._app(sized, _replayed(content, receive), answer.collect)
         finally:
             if not 400 <= answer.status < 500:  # it was let in; also if it broke off its record is not left behind
                 replies = await engine.collective_rpc("precgraph_take", args=([name],))
@@ -77,8 +79,8 @@ class SampleFields:
 class _Answer:
     """The server's answer, held back."""
 
-    def __init__(self, status: int = 0, headers: Sequence[tuple[bytes, bytes]] = (), content: bytes = b"") -> None:
-        self.status, self.headers, self.content = status, list(headers), content
+    def __init__(self, status: int = 0, headers: Headers = (), content: bytes = b"") -> None:
+        self.status, self.headers, self.content = status, headers, content
 
     async def collect(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -87,7 +89,7 @@ class _Answer:
             self.content += message.get("body", b"")
 
     async def send(self, send: Send) -> None:
-        headers = _sized({"headers": self.headers}, self.content)["headers"]
+        headers = _sized(self.headers, self.content)
         await send({"type": "http.response.start", "status": self.status, "headers": headers})
         await send({"type": "http.response.body", "body": self.content})
 
@@ -172,10 +174,10 @@ def _replayed(content: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _sized(scope: Message, content: bytes) -> Message:
-    """A message with the length of another content among its headers."""
-    kept = [(name, value) for name, value in scope["headers"] if name.lower() != b"content-length"]
-    return {**scope, "headers": [*kept, (b"content-length", str(len(content)).encode())]}
+def _sized(headers: Headers, content: bytes) -> Headers:
+    """The headers of a message, with the length of this content."""
+    kept = [(name, value) for name, value in headers if name.lower() != b"content-length"]
+    return [*kept, (b"content-length", str(len(content)).encode())]
 
 
 async def _refuse(send: Send, status: int, error: PrecGraphError) -> None:

@@ -264,13 +264,20 @@ class Trainer:
     # ------------------------------------------------------------------------------------- outside
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) stops the run where its state is whole; the second stops it at once."""
+        """The first Ctrl-C, SIGTERM or SIGHUP stops the run where its state is whole; a second one stops it at once,
+        but for SIGHUP, which a closed terminal sends more than once. Under nohup that stops nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        if before[signal.SIGHUP] is signal.SIG_IGN:
+            del before[signal.SIGHUP]
 
-        def stop(*_: Any) -> None:
+        def stop(number: int, frame: Any) -> None:
+            if number == signal.SIGHUP:
+                self.console.quiet = True  # the terminal is gone: writing to it would be an error
+                if self._interrupted:
+                    return
             if self._interrupted or self._interruptible:
                 self._interrupted = True
                 raise KeyboardInterrupt

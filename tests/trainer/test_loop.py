@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 import precgraph
@@ -374,7 +375,8 @@ def test_a_fault_before_the_update_keeps_the_state(tmp_path: Path, fault: Any, e
 
 
 @pytest.mark.parametrize(
-    ("where", "number"), [("rollout", signal.SIGINT), ("update", signal.SIGINT), ("update", signal.SIGTERM)]
+    ("where", "number"),
+    [(w, n) for w in ("rollout", "update") for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
 )
 def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, number: signal.Signals) -> None:
     """In a rollout it stops at once and the step is done again; in an update it waits until that is whole."""
@@ -386,11 +388,54 @@ def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, nu
         monkeypatch.setattr(
             made.optimizer, "step", lambda: [made.step == 1 and os.kill(os.getpid(), number), real()][1]
         )
-    before = signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(number)
     with pytest.raises(InterruptedRunError, match="go on with: precgraph-train resume"):
         made.run()
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
     assert checkpoint.steps(tmp_path)[-1] == len(read_records(tmp_path)) == (1 if where == "rollout" else 2)
+
+
+@pytest.mark.parametrize("where", ["rollout", "update"])
+def test_a_terminal_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Whatever is written to it is then an error of its own; the state is saved all the same."""
+    master, slave = os.openpty()
+    made = trainer(tmp_path, run={"steps": 3, "save_every": 0})
+    made.console = Console(file=os.fdopen(slave, "w", buffering=1, closefd=False), force_terminal=True)
+    real_save = checkpoint.save_file
+
+    def hang_up() -> None:
+        os.close(master)
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    def save_file(*args: Any) -> None:
+        if made._interrupted:
+            os.kill(os.getpid(), signal.SIGHUP)  # the shell's, and then the kernel's
+        real_save(*args)
+
+    monkeypatch.setattr(checkpoint, "save_file", save_file)
+
+    if where == "rollout":
+        wrap(made, lambda call, c: [call == 2 and hang_up(), c][1])
+    else:
+        real = made.optimizer.step
+        monkeypatch.setattr(made.optimizer, "step", lambda: [made.step == 1 and hang_up(), real()][1])
+    with pytest.raises(InterruptedRunError):
+        made.run()
+    with pytest.raises(OSError, match="Input/output error"):
+        os.write(slave, b"x")
+    os.close(slave)
+    assert checkpoint.steps(tmp_path)[-1] == len(read_records(tmp_path)) == (1 if where == "rollout" else 2)
+
+
+def test_under_nohup_a_hangup_stops_nothing(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        made = trainer(tmp_path)
+        wrap(made, lambda call, c: [os.kill(os.getpid(), signal.SIGHUP), c][1])
+        made.run()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert checkpoint.steps(tmp_path)[-1] == 2
 
 
 def test_a_full_disk_is_one_clear_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,6 +229,22 @@ def test_fp32_masters_against_bf16_rounded_ones() -> None:
     assert all("cast the weights to bf16" in f.remedy for f in report.violations)
 
 
+@pytest.mark.parametrize(
+    ("train", "infer", "words"),
+    [
+        ("jet_rl", "vllm", "train by the rules of vLLM (name a recipe file as --train: --fix writes them into it)"),
+        ("deep_gemm", "jet_rl", "serve by the rules of DeepGEMM's casts (name a recipe file as --infer: --fix"),
+        ("deep_gemm", "vllm", "the trainer of DeepGEMM's casts and the rollout of vLLM each have rules of their own"),
+    ],
+)
+def test_beside_a_stack_the_remedy_says_which_side_can_change(train: str, infer: str, words: str) -> None:
+    """One recipe for both is no remedy for what has no recipe."""
+    env = {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1", "VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    remedies = {f.remedy for f in check(train, infer, env).violations}
+    assert any(words in remedy for remedy in remedies), remedies
+    assert not any("one recipe" in remedy for remedy in remedies)
+
+
 def test_requantised_weights_and_the_power_of_two_default(tmp_path: Path) -> None:
     checkpoint(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"})
     report = check("deep_gemm", str(tmp_path))

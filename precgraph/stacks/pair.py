@@ -22,7 +22,7 @@ from precgraph.stacks import ALIASES, NOT_MODELLED, STACKS, Built, Request, Stac
 from precgraph.stacks.keys import Keys, keys_of
 from precgraph.strict_json import sound
 from precgraph.verify.report import Finding, Report
-from precgraph.verify.rules import RULES, Rule
+from precgraph.verify.rules import ONE_RECIPE, RULES, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,26 @@ def _remedy(finding: Finding, sides: tuple[Resolved, Resolved]) -> str:
             remedies = side.side.stack.remedies if side.side.stack else {}
             if name in remedies and value != _OFF.get(name):  # the side that does more has the switch
                 words.append(remedies[name])
-    return "; or ".join(dict.fromkeys(words)) or finding.remedy
+    return "; or ".join(dict.fromkeys(words)) or _who_can_change(finding, sides)
+
+
+_FOLLOWS = "name a recipe file as --{}: --fix writes them into it"
+
+
+def _who_can_change(finding: Finding, sides: tuple[Resolved, Resolved]) -> str:
+    """One recipe for both is for programs that have recipes; beside a stack, which side can follow the other."""
+    train, infer = (side.side.stack for side in sides)
+    if finding.remedy != ONE_RECIPE or (train is None and infer is None):
+        return finding.remedy
+    if train is None and infer is not None:
+        return f"train by the rules of {infer.title} ({_FOLLOWS.format('train')}), or serve through precgraph's plugin"
+    if train is not None and infer is None:
+        return f"serve by the rules of {train.title} ({_FOLLOWS.format('infer')}), or train with precgraph"
+    assert train is not None and infer is not None
+    return (
+        f"the trainer of {train.title} and the rollout of {infer.title} each have rules of their own: train with "
+        f"precgraph by the latter's ({_FOLLOWS.format('train')}), or serve through its plugin"
+    )
 
 
 def _plain_side(sides: tuple[Resolved, Resolved]) -> str:

@@ -18,30 +18,32 @@ class Rule:
     remedy: str
 
 
-_RECIPE = "give both programs one recipe"
+ONE_RECIPE = "give both programs one recipe"
 RULES: dict[str, Rule] = {
     # The check itself.
     "unused suppression": Rule(
         "PG001 unused suppression", "whether each suppression names a finding that is there", "remove it, or correct it"
     ),
     # The programs.
-    "granularity": Rule("PG101 granularity", "the block of values that shares one scale", _RECIPE),
-    "scale_dtype": Rule("PG102 scale dtype", "what a scale is rounded to before it is used", _RECIPE),
-    "scale_rule": Rule("PG103 scale rule", "how a scale is computed from the largest value of a block", _RECIPE),
-    "divide": Rule("PG104 division", "true division by the scale, or multiplication by its reciprocal", _RECIPE),
-    "amax_floor": Rule("PG105 amax floor", "the least value that a block's maximum is taken to be", _RECIPE),
-    "source": Rule("PG106 source dtype", "the dtype that a value is rounded to before it is quantised", _RECIPE),
-    "format": Rule("PG107 format", "whether a value is stored quantised, and how", _RECIPE),
+    "granularity": Rule("PG101 granularity", "the block of values that shares one scale", ONE_RECIPE),
+    "scale_dtype": Rule("PG102 scale dtype", "what a scale is rounded to before it is used", ONE_RECIPE),
+    "scale_rule": Rule("PG103 scale rule", "how a scale is computed from the largest value of a block", ONE_RECIPE),
+    "divide": Rule("PG104 division", "true division by the scale, or multiplication by its reciprocal", ONE_RECIPE),
+    "amax_floor": Rule("PG105 amax floor", "the least value that a block's maximum is taken to be", ONE_RECIPE),
+    "source": Rule("PG106 source dtype", "the dtype that a value is rounded to before it is quantised", ONE_RECIPE),
+    "format": Rule("PG107 format", "whether a value is stored quantised, and how", ONE_RECIPE),
     "rule.gemm": Rule(
         "PG108 quantised on one side",
         "whether a linear's GEMM multiplies quantised operands",
         "give both programs the same linear rule and the same select.skip, select.routers and min_features",
     ),
-    "requantize": Rule("PG109 quantised twice", "whether codes are quantised again to other scales", _RECIPE),
-    "compute": Rule("PG201 compute dtype", "the dtype of the arithmetic", _RECIPE),
-    "accumulate": Rule("PG202 accumulation", "the dtype in which products are summed", _RECIPE),
-    "dtype": Rule("PG203 dtype", "the dtype that a value is rounded to", _RECIPE),
-    "rule": Rule("PG204 numeric rule", "a named choice of the arithmetic: casts, reduction order, rounding", _RECIPE),
+    "requantize": Rule("PG109 quantised twice", "whether codes are quantised again to other scales", ONE_RECIPE),
+    "compute": Rule("PG201 compute dtype", "the dtype of the arithmetic", ONE_RECIPE),
+    "accumulate": Rule("PG202 accumulation", "the dtype in which products are summed", ONE_RECIPE),
+    "dtype": Rule("PG203 dtype", "the dtype that a value is rounded to", ONE_RECIPE),
+    "rule": Rule(
+        "PG204 numeric rule", "a named choice of the arithmetic: casts, reduction order, rounding", ONE_RECIPE
+    ),
     "role": Rule("PG205 role", "what a value is used as", "build both programs from one model with one version"),
     "attribute": Rule("PG301 attribute", "a constant of the operator", "load both programs from one config"),
     "shape": Rule("PG302 shape", "the shape of a parameter", "load both programs from one config"),
@@ -54,10 +56,10 @@ RULES: dict[str, Rule] = {
         "PG402 parameter", "which parameter is read", "tie, load and name parameters alike in both programs"
     ),
     "missing operator": Rule(
-        "PG403 missing operator", "an operator of the training forward that the rollout lacks", _RECIPE
+        "PG403 missing operator", "an operator of the training forward that the rollout lacks", ONE_RECIPE
     ),
     "extra operator": Rule(
-        "PG404 extra operator", "an operator of the rollout that the training forward lacks", _RECIPE
+        "PG404 extra operator", "an operator of the rollout that the training forward lacks", ONE_RECIPE
     ),
     "operator": Rule("PG405 other operator", "which operator makes a value", "build both programs from one model"),
     "numerics": Rule(
@@ -118,7 +120,7 @@ RULES: dict[str, Rule] = {
     "other bytes": Rule(
         "PG618 other bytes", "the bytes of a tensor that is not quantised", "export the masters that are served"
     ),
-    "stored dtype": Rule("PG619 stored dtype", "the dtype of a tensor that is not quantised", _RECIPE),
+    "stored dtype": Rule("PG619 stored dtype", "the dtype of a tensor that is not quantised", ONE_RECIPE),
     "scale value": Rule(
         "PG620 scale value", "whether scales are positive and finite", "look for NaN or zero blocks in the exporter"
     ),

@@ -36,6 +36,8 @@ FINAL = (
     ("reward/mean", "reward"), ("reward/pass_rate", "pass"), ("response/length", "length"), ("entropy/mean", "entropy"),
     ("mismatch/mean", "mean |Δ|"), ("mismatch/max", "max |Δ|"), ("mismatch/k3", "k3"), ("time/step", "s / step"),
 )  # fmt: skip
+# What differs between seeds of one experiment: names, the share of a card, and where things are to be had from.
+_NO_PART = ("run.name", "run.dir", "run.seed", "model.memory", "model.origin", "task.origin")
 LAST = 10  # steps that a final value is the mean of
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#e69f00", "#6f4e9c", "#555555")
 
@@ -52,8 +54,9 @@ class Run:
     def experiment(self) -> str:
         """What seeds of one experiment have in common."""
         data = self.config.to_dict()
-        for key in ("name", "dir", "seed"):
-            del data["run"][key]
+        for path in _NO_PART:
+            table, key = path.split(".")
+            del data[table][key]
         return json.dumps(data, sort_keys=True)
 
 

@@ -13,10 +13,11 @@ from trainer.report import busy, write_report
 
 
 def written(directory: Path, arm: str, seed: int, delta: float) -> None:
-    """Twelve steps whose pass rate climbs from 0.1 by 0.05 a step."""
+    """Twelve steps whose pass rate climbs from 0.1 by 0.05 a step, of a run with a share of the card of its own."""
     run = directory / f"{arm}-{seed}"
     run.mkdir(parents=True)
-    tiny.settings(run, run={"name": run.name, "seed": seed}, precision={"arm": arm}).save(run / "config.toml")
+    named = {"name": run.name, "seed": seed}
+    tiny.settings(run, run=named, precision={"arm": arm}, model={"memory": 1 / (seed + 1)}).save(run / "config.toml")
     records = [
         {
             "step": i, "graph/digest": "d" * 64, "reward/mean": 0.1 + 0.05 * i, "reward/pass_rate": 0.1 + 0.05 * i,

@@ -18,7 +18,7 @@ from precgraph.runtime.cache import PagedCache
 from precgraph.runtime.engine import CACHE_BYTES, Completion
 from precgraph.runtime.sampling import SamplingParams
 from trainer.config import Config
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, TrainerError
 from trainer.precision import Pair
 
 BLOCK_SIZE = 16  # tokens in a block of rollout.cache_blocks, as in the embedded engine
@@ -108,7 +108,8 @@ class StockVllm:
         self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
         if not self._seeded and self._actor.config.tie_word_embeddings:
             self._engine.apply_model(_pack_head)
-        self._engine.reset_prefix_cache()
+        if not self._engine.reset_prefix_cache():
+            raise TrainerError("vLLM keeps keys and values of the weights before", remedy="resume the run")
         self._served = int(store.version)
 
     def sleep(self) -> None:

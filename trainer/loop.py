@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from precgraph.checkpoint import whole
 from trainer import checkpoint, loss
 from trainer.config import Config
 from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, TrainerError
@@ -257,9 +258,11 @@ class Trainer:
         checkpoint.set_random_state(state.random)
 
     def export(self, directory: Path) -> None:
-        """Write the weights, config and tokenizer as a Hugging Face model directory."""
-        self.actor.save_pretrained(directory)
-        self.tokenizer.save_pretrained(directory)
+        """Write the weights, config and tokenizer as a Hugging Face model directory, whole or not at all. InputError if
+        it holds something already, or cannot be written."""
+        with whole(directory) as folder:
+            self.actor.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
 
     # ------------------------------------------------------------------------------------- outside
     @contextmanager

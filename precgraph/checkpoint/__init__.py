@@ -6,6 +6,7 @@ from precgraph.checkpoint.fp8 import Fp8Checkpoint, Quantization, quantize_tiled
 from precgraph.checkpoint.layout import Part, layout
 from precgraph.checkpoint.memory import ModelTensors, open_masters
 from precgraph.checkpoint.selection import Selection, select
+from precgraph.checkpoint.whole import whole
 
 __all__ = [
     "Checkpoint",
@@ -20,4 +21,5 @@ __all__ = [
     "open_masters",
     "quantize_tiled",
     "select",
+    "whole",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,6 +19,7 @@ from precgraph.checkpoint.files import INDEX, SINGLE, Checkpoint
 from precgraph.checkpoint.fp8 import SCALE, Quantization, quantize_tiled
 from precgraph.checkpoint.memory import ModelTensors
 from precgraph.checkpoint.selection import Selection, ignored, select
+from precgraph.checkpoint.whole import whole
 from precgraph.errors import InputError, NonFiniteError, RecipeError, UnsupportedModelError
 from precgraph.loading import find, load_config_model, load_model
 from precgraph.recipe import Recipe
@@ -71,21 +70,8 @@ def export(
     step("asking the recipe which layers are quantised")
     selection = select(source.model, recipe)
     _require_served(selection)
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        counts = _write(source, selection, recipe, temporary, step)
-        os.rename(temporary, final)
-        _flush(final.parent)
-    except SafetensorError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise InputError(
-            f"cannot be written: {error}", path=str(final), remedy="make room, and export again"
-        ) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with whole(final) as folder:
+        counts = _write(source, selection, recipe, folder, step)
     return Exported(final, *counts, ragged=_ragged(selection))
 
 
@@ -198,7 +184,6 @@ def _write(
                 tensors[name] = _kept(name, tensor, selection.dtypes.get(name, tensor.dtype))
                 kept += 1
         save_file(tensors, folder / shard, metadata={"format": "pt"})
-        _flush(folder / shard)
         nbytes += sum(t.nbytes for t in tensors.values())
         table |= dict.fromkeys(tensors, shard)
     if missing:
@@ -256,12 +241,3 @@ def _kept(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _json(path: Path, data: Any) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

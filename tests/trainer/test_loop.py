@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import precgraph
 from precgraph.recipe import GradientRule
@@ -24,6 +25,7 @@ from trainer.errors import (
     CheckpointError,
     ConfigError,
     InconsistentError,
+    InputError,
     InterruptedRunError,
     MetricAssertionError,
     RewardError,
@@ -456,6 +458,25 @@ def test_a_full_disk_is_one_clear_message(tmp_path: Path, monkeypatch: pytest.Mo
     whole = trainer(tmp_path / "whole")
     whole.run()
     assert equal(after, weights(whole))
+
+
+def test_an_export_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full after the weights; then an export, and one in its place."""
+    made = trainer(tmp_path / "run")
+
+    def full(folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(InputError, match="out: cannot be written: .*No space left"):
+        patch.setattr(made.tokenizer, "save_pretrained", full)
+        made.export(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    made.export(tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert equal(dict(again.named_parameters()), weights(made))
+    with pytest.raises(InputError, match="exists already"):
+        made.export(tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_prompts_beyond_the_context_are_skipped_and_counted(tmp_path: Path) -> None:

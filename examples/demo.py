@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import logging
 import time
 from pathlib import Path
 
@@ -47,7 +46,6 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     started = time.perf_counter()
-    logging.getLogger("transformers").setLevel(logging.ERROR)  # advice on GGUF files that does not apply here
     console.print("SmolLM2-135M on a CPU, in FP8 by the reference kernels: a minute or two on two cores.")
 
     with console.status("loading SmolLM2-135M-Instruct"):

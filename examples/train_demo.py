@@ -23,6 +23,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from precgraph.loading import quietly
 from trainer.cli import guarded
 from trainer.config import Config, load
 from trainer.errors import ConfigError
@@ -117,7 +118,8 @@ def main() -> None:
     tokenizer = make_tokenizer([q for q, _ in data] + [a for _, a in data])
     with console.status(f"teaching the form: {options.supervised_steps} supervised steps from scratch"):
         policy = make_policy(data, tokenizer, options.supervised_steps, config.run.seed)
-    policy.save_pretrained(config.model.path)
+    with quietly():
+        policy.save_pretrained(config.model.path)
     tokenizer.save_pretrained(config.model.path)
     console.print(f"policy of {sum(p.numel() for p in policy.parameters()):,} parameters in {config.model.path}, "
                   f"{time.perf_counter() - started:.0f} s")  # fmt: skip

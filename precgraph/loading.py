@@ -9,18 +9,22 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import logging
 import re
 import socket
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from huggingface_hub import utils as hub_utils
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel, modeling_gguf_pytorch_utils
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from precgraph.errors import InputError, UnsupportedModelError
@@ -29,6 +33,10 @@ from precgraph.strict_json import sound
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_HOST = "huggingface.co"
 _AUTO: Any = AutoModelForCausalLM  # its factories are not typed
+_SCREEN: Any = transformers_logging  # nor are these
+_DOWNLOADS: Any = hub_utils
+_GGUF_FILES: Any = modeling_gguf_pytorch_utils
+_ADVICE = "transformers.quantizers.quantizer_gguf"
 _T = TypeVar("_T")
 _NO_PROGRAM = ("_name_or_path", "dtype", "quantization_config", "transformers_version", "use_cache")
 
@@ -81,6 +89,37 @@ def program_config(model: PreTrainedModel) -> dict[str, Any]:
     return {k: v for k, v in model.config.to_dict().items() if k not in _NO_PROGRAM}
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Keep transformers' bars off the screen (never those of a download), and its advice on GGUF files, which is for
+    weights that stay packed. With its own verbosity at info or below (``TRANSFORMERS_VERBOSITY=info``) they are shown.
+    """
+    if _SCREEN.get_verbosity() <= logging.INFO:
+        yield
+        return
+    advice, bar = logging.getLogger(_ADVICE), _GGUF_FILES.tqdm
+    level, shown, downloads = (
+        advice.level,
+        _SCREEN.is_progress_bar_enabled(),
+        not _DOWNLOADS.are_progress_bars_disabled(),
+    )
+    try:
+        advice.setLevel(logging.ERROR)
+        _GGUF_FILES.tqdm = _SCREEN.tqdm  # it takes tqdm's own, which no switch reaches
+        _show_bars(False, downloads)
+        yield
+    finally:
+        advice.setLevel(level)
+        _GGUF_FILES.tqdm = bar
+        _show_bars(shown, downloads)
+
+
+def _show_bars(wanted: bool, downloads: bool) -> None:
+    """Switch transformers' bars, and then those of downloads, which its switch takes along."""
+    (_SCREEN.enable_progress_bar if wanted else _SCREEN.disable_progress_bar)()
+    (_DOWNLOADS.enable_progress_bars if downloads else _DOWNLOADS.disable_progress_bars)()
+
+
 def _from_pretrained(source: Source, weights: str, **options: Any) -> PreTrainedModel:
     model, info = _building(source, lambda: _load(weights, options))
     absent = sorted(info["missing_keys"])
@@ -97,14 +136,15 @@ def _from_pretrained(source: Source, weights: str, **options: Any) -> PreTrained
 
 
 def _load(weights: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    loaded = _AUTO.from_pretrained(
-        weights,
-        dtype=torch.bfloat16,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-        **options,
-    )
+    with quietly():
+        loaded = _AUTO.from_pretrained(
+            weights,
+            dtype=torch.bfloat16,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
     return loaded[0], loaded[1]
 
 

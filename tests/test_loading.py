@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
 from precgraph.errors import InputError, PrecGraphError, UnsupportedModelError
 from precgraph.loading import find, load_config_model, load_model
@@ -241,6 +244,30 @@ def test_gguf_config_and_weights(tmp_path: Path) -> None:
     layer = model.model.layers[1]
     assert torch.equal(layer.mlp.down_proj.weight, tensors["blk.1.ffn_down.weight"].bfloat16())
     assert torch.equal(layer.self_attn.v_proj.weight, tensors["blk.1.attn_v.weight"].bfloat16())
+
+
+def test_loading_is_silent_and_leaves_the_switches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_gguf(tmp_path / "tiny.gguf")
+    monkeypatch.setattr(transformers_logging, "_tqdm_active", True)
+    logged, handler = [], logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: logged.append(record.getMessage()))
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    before, downloads = transformers_logging.get_verbosity(), are_progress_bars_disabled()
+    try:
+        transformers_logging.set_verbosity_warning()
+        load_model(tmp_path)
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err, logged) == ("", "", [])
+        assert transformers_logging.is_progress_bar_enabled() and are_progress_bars_disabled() is downloads
+        transformers_logging.set_verbosity_info()
+        load_model(tmp_path)
+        assert "GGUF tensors" in capsys.readouterr().err and any("Loading a GGUF" in line for line in logged)
+    finally:
+        logger.removeHandler(handler)
+        transformers_logging.set_verbosity(before)
 
 
 def test_a_gguf_model_saves_and_loads_again(tmp_path: Path) -> None:

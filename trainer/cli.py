@@ -10,16 +10,18 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_info
 
 from precgraph.cli.console import Debug, Group, ending_with_its_reader
 from precgraph.cli.console import settings as options
 from precgraph.errors import PrecGraphError
+from precgraph.loading import quietly
 from trainer.config import Config, load, load_run
 from trainer.errors import ConfigError, InterruptedRunError, MetricAssertionError
 
@@ -44,8 +46,13 @@ Seconds = Annotated[
 
 
 @app.callback()
-def _options(debug: Debug = False) -> None:
+def _options(context: typer.Context, debug: Debug = False) -> None:
     options.debug = debug
+    if debug:
+        context.call_on_close(partial(set_verbosity, get_verbosity()))
+        set_verbosity_info()  # type: ignore[no-untyped-call]
+    else:
+        context.with_resource(quietly())  # bars of saving, too, would run through the trainer's own
 
 
 @app.command()
@@ -237,8 +244,6 @@ def _fork_records(source: Path, target: Path, step: int) -> None:
 
 def guarded(command: Callable[[], Any]) -> int:
     """Run a command; errors that have a name become one line and an exit code."""
-    # Bars of loading and saving weights would run through the trainer's own.
-    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         command()
     except (PrecGraphError, OSError) as error:  # a full disk, a folder that is none

@@ -44,10 +44,9 @@ def bisect(
     with progress() as step:
         step("starting torch")
         from precgraph.bisect import bisect as measure
-        from precgraph.cli.numerics import probe_tokens, quiet
+        from precgraph.cli.numerics import probe_tokens
         from precgraph.probe import load_pair
 
-        quiet()
         pair = load_pair(model, train, infer, backend, os.environ, step)
         ids = probe_tokens(model, tokens, seed, prompt_file, pair.vocabulary)
         pair.require(ids)

@@ -94,18 +94,18 @@ def _fail(message: str) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    if settings.debug:
-        yield
-        return
-    names = ("torch", "transformers", "huggingface_hub")
+    # At its level info, transformers shows its bars (precgraph.loading.quietly).
+    names = ("transformers",) if settings.debug else ("torch", "transformers", "huggingface_hub")
+    verbosity = "info" if settings.debug else "error"
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
+        logging.getLogger(name).setLevel(verbosity.upper())
     wanted = os.environ.get(_VERBOSITY)
-    os.environ.setdefault(_VERBOSITY, "error")  # transformers sets its own level when it is first imported
+    os.environ.setdefault(_VERBOSITY, verbosity)  # transformers sets its own level when it is first imported
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            if not settings.debug:
+                warnings.simplefilter("ignore")
             yield
     finally:
         if wanted is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from precgraph.cli.console import progress, settings
+from precgraph.cli.console import progress
 from precgraph.cli.results import Output
 from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.strict_json import sound
@@ -82,7 +82,6 @@ def _run(
     from precgraph.probe import compare_runs, compare_with_capture, load_pair, parameter_hashes
     from precgraph.stacks.pair import explain
 
-    quiet()
     stored = Capture(infer) if infer.endswith(SUFFIX) else None
     pair = load_pair(name, train, "" if stored else infer, backend, os.environ, step)
     ids = stored.ids if stored else probe_tokens(name, *probe, pair.vocabulary)
@@ -120,15 +119,6 @@ def _stored_weights(report: Report, infer: str) -> Report:
     words = f"the weights that {infer} stores were not read; the rollout's were made from the masters by its rule"
     point = Finding(RULES["not captured"].code, "", "", "weights", (), (), (), words, "compare them: --level weights")
     return replace(report, not_proved=(*report.not_proved, point))
-
-
-def quiet() -> None:
-    """Keep transformers' own bars and advice off the screen."""
-    if not settings.debug:
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def probe_tokens(model: str, tokens: int, seed: int, prompt_file: str | None, vocabulary: int) -> Tensor:

@@ -18,14 +18,12 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
         step("starting torch")
         from precgraph.checking import require_served
         from precgraph.checkpoint import Fp8Checkpoint, open_masters, select
-        from precgraph.cli.numerics import quiet
         from precgraph.loading import load_config_model
         from precgraph.recipe import Recipe
         from precgraph.stacks.pair import Side, parse, resolve_for
         from precgraph.trace import trace
         from precgraph.verify.weights import check_weights, default_threads
 
-        quiet()
         named = parse(train), Side("jet_rl", Recipe.jet_rl())
         step("reading names and shapes")
         theirs, ours = Fp8Checkpoint(infer), open_masters(masters)

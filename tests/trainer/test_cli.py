@@ -79,6 +79,8 @@ def test_a_life_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
     evaluated = json.loads(capsys.readouterr().out)
     assert evaluated["step"] == 2 and 0 <= evaluated["eval/pass_rate"] <= 1
     assert call("export", run, tmp_path / "exported") == 0 and (tmp_path / "exported" / "model.safetensors").exists()
+    printed = capsys.readouterr()
+    assert printed.out == f"step 3: {tmp_path / 'exported'}\n" and not printed.err  # no bar of loading or saving
 
     assert call("run", config, "--set", f"run.dir={tmp_path / 'other'}", "--assert", "response/length > 99") == 1
     capsys.readouterr()

@@ -195,15 +195,16 @@ def summary(paths: Sequence[Path], width: int) -> RenderableType:
     """The final values for a terminal of ``width`` columns: a row an experiment, or, where that does not fit, a column
     each, or a table each."""
     header, *body = rows(read_runs(paths))
-    columns = [_table([header, *body]), _table(zip(header, *body, strict=True))]
-    apart = Group(*(_table(zip(header, row, strict=True)) for row in body))
-    return next((table for table in columns if _width(table) <= width), apart)
+    whole = [_table([header, *body]), _table(zip(header, *body, strict=True))]
+    apart = [_table(zip(header, row, strict=True)) for row in body]
+    fitting = next(([table] for table in whole if _width(table) <= width), apart)
+    return Group(f"means of the last {LAST} steps", *fitting)
 
 
 def _table(lines: Iterable[Sequence[str]]) -> Table:
     """The first line is the heading; the first column names the others."""
     header, *body = lines
-    table = Table(title=f"means of the last {LAST} steps", title_justify="left")
+    table = Table()
     for i, name in enumerate(header):
         table.add_column(escape(name), justify="left" if i == 0 else "right", overflow="fold")
     for line in body:

@@ -199,7 +199,7 @@ def test_what_is_no_broken_assertion_does_not_exit_1(config: Path, tmp_path: Pat
         (4, 1, 160, 5 + 4),  # title, borders and heading; a row an arm
         (4, 1, 80, 5 + 10),  # a column an arm
         (3, 2, 80, 5 + 10),
-        (4, 2, 80, 4 * (5 + 10)),  # a table an arm
+        (4, 2, 80, 1 + 4 * (4 + 10)),  # a table an arm
         (1, 2, 40, 5 + 10),
     ],
 )

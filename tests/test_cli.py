@@ -117,6 +117,31 @@ def test_two_formats_in_one_file_are_refused(tmp_path: Path, monkeypatch: pytest
     assert result.exit_code == 2 and "two formats have one file" in result.stderr
 
 
+def test_what_is_read_is_not_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before the work, under any name that the file has; beside a checkpoint there is room for a result."""
+    model, log, engine = tmp_path / "model", tmp_path / "log.jsonl", tmp_path / "engine.yaml"
+    model.mkdir()
+    (tmp_path / "link").symlink_to(model)
+    for path in (model / "config.json", log, engine, tmp_path / "p.txt"):
+        path.write_text("broken")
+    monkeypatch.chdir(tmp_path)
+    for arguments in (
+        ("check", model, "-o", "link/config.json"), ("check", "model/config.json", "--html", "model/config.json"),
+        ("check", model, "--junit", model / "model.safetensors"), ("check", model, "--infer", "vllm:engine.yaml",
+         "--sarif", "engine.yaml"), ("check", model, "--train", "mine.toml", "-o", tmp_path / "mine.toml"),
+        ("check", model, "--level", "numerics", "--capture", "model/values.safetensors"),
+        ("check", model, "--level", "numerics", "--prompt-file", "p.txt", "-o", "p.txt"),
+        ("check", "a.json", "b.json", "--level", "env", "-o", "b.json"), ("bisect", model, "-o", "model/config.json"),
+        ("audit", log, "--plot", "log.jsonl"), ("report", log, "--html", log),
+    ):  # fmt: skip
+        if "report" in arguments:
+            monkeypatch.setattr("precgraph.report.load", lambda _: {"exit_code": 0})
+        assert_error(run(*arguments), "is read, and would be written over; name another file")
+    assert {path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == {"broken"}
+    for place in ("model/result.json", "config.json"):
+        assert "written over" not in run("check", model, "-o", place).stderr
+
+
 def test_out_of_memory_is_no_bug(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def allocate(*args: object) -> None:
         torch.empty(2**60, dtype=torch.uint8)

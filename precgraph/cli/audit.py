@@ -26,7 +26,7 @@ def audit(
     trainer_token_ids, entropy, kept_mass, mask, temperature, top_p, id.
     Exit code 0: no defect; 1: a defect; 2: could not judge.
     """
-    require_place(plot)
+    require_place(plot, reads=(log,))
     with progress() as step:
         step(f"reading {log}")
         from precgraph.audit import audit as judge

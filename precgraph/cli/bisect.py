@@ -40,7 +40,7 @@ def bisect(
     With --train bf16 (the default) that is: turn it back to BF16. Exit code 0: measured; 2: could not.
     """
     choose("--by", by, BY)
-    require_place(json_file)
+    require_place(json_file, reads=(model, train, infer, prompt_file))
     with progress() as step:
         step("starting torch")
         from precgraph.bisect import bisect as measure

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from precgraph.cli import results
-from precgraph.cli.console import choose, guarded, progress
+from precgraph.cli.console import choose, guarded, progress, require_place
 from precgraph.cli.model import MODEL, SIDE_HELP, trace_model
 from precgraph.errors import InputError, PrecGraphError
 
@@ -81,7 +81,9 @@ def check(
         raise InputError("--infer is empty", remedy="name a preset, a recipe file, a stack or a checkpoint")
     if level == "weights" and infer == "jet_rl":
         raise InputError("--infer is required at level weights: the FP8 checkpoint's directory")
-    formats = results.Formats(as_json, json_file, html, sarif, junit, github)
+    reads = model, other, train, infer, prompt_file, suppressions
+    formats = results.Formats(as_json, json_file, html, sarif, junit, github, reads)
+    require_place(Path(capture) if capture else None, reads=reads)
     output = results.Output(formats, suppressions, baseline, fix=fix, diff=diff)
     if level == "env":
         from precgraph.cli.env import check_machines

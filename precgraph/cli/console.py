@@ -8,9 +8,10 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
@@ -29,6 +30,7 @@ _NO_MEMORY = "can't allocate memory"  # torch's words on a CPU, in a plain Runti
 _VERBOSITY = "TRANSFORMERS_VERBOSITY"
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the libraries' own messages.")]
 _GONE = 141  # 128 + SIGPIPE
+_CHECKPOINT = ("*config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.gguf")  # of its directory
 PIPED_WIDTH = 160  # columns of a table that goes to a file or a pipe
 
 
@@ -180,13 +182,24 @@ def write_result(data: D, as_json: bool, output: Path | None, show: Callable[[D]
         show(data)
 
 
-def require_place(*paths: Path | None) -> None:
-    """InputError for a file that cannot be written anyway: said before the work, not after it."""
+def require_place(*paths: Path | None, reads: Iterable[str | Path | None] = ()) -> None:
+    """InputError for a file that cannot be written anyway, or that is among what the command ``reads`` (files,
+    checkpoints' directories, STACK:CONFIG): said before the work, not after it."""
+    specs = [part for spec in map(str, filter(None, reads)) for part in (spec, spec.partition(":")[2]) if part]
+    read = {os.path.realpath(part) for part in specs}
     for path in paths:
+        if path is not None and _is_read(os.path.realpath(path), read):
+            raise InputError("is read, and would be written over", path=str(path), remedy="name another file")
         if path is not None and str(path) == "-":
             raise InputError("- is no file", remedy="--json prints JSON to stdout")
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise InputError("cannot be written", path=str(path), remedy="name a file in a folder that exists")
+
+
+def _is_read(path: str, read: set[str]) -> bool:
+    """Whether a file is one of ``read``, or one of those that make up a checkpoint in a directory of ``read``."""
+    folder, name = os.path.split(path)
+    return path in read or (folder in read and any(fnmatch(name, pattern) for pattern in _CHECKPOINT))
 
 
 def write_file(path: Path, text: str) -> None:

@@ -23,7 +23,7 @@ def report(
     from precgraph.report import load
 
     document = load(file)
-    results.Formats(html=html, sarif=sarif, junit=junit, github=github).write(document)
+    results.Formats(html=html, sarif=sarif, junit=junit, github=github, reads=(file,)).write(document)
     raise typer.Exit(document["exit_code"])
 
 

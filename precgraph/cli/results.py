@@ -47,7 +47,8 @@ Diff = Annotated[bool, typer.Option("--diff", help="Show what --fix would change
 
 @dataclass(frozen=True)
 class Formats:
-    """Which files to write, ``output`` being that of the JSON; with ``as_json`` stdout holds that and nothing else."""
+    """Which files to write, ``output`` being that of the JSON; with ``as_json`` stdout holds that and nothing else.
+    None of them may be among ``reads``."""
 
     as_json: bool = False
     output: Path | None = None
@@ -55,10 +56,11 @@ class Formats:
     sarif: Path | None = None
     junit: Path | None = None
     github: bool = False
+    reads: tuple[str | Path | None, ...] = ()
 
     def __post_init__(self) -> None:
         files = [path for path in (self.output, self.html, self.sarif, self.junit) if path is not None]
-        require_place(*files)
+        require_place(*files, reads=self.reads)
         regular = [path.resolve() for path in files if path.is_file() or not path.exists()]
         if len(set(regular)) < len(regular):
             raise InputError("two formats have one file", remedy="name a file for each")

@@ -115,7 +115,7 @@ class _Search:
 
     # ------------------------------------------------------------------------------------ roles
     def roles(self) -> Iterator[Part]:
-        """One table of the recipe at a time; operands of linears that must go together, together."""
+        """One table of the recipe at a time; operands of linears that must go together, together; and so the others."""
         ours, theirs = self.pair.sides[0].recipe, self.pair.sides[1].recipe
         found = [name for name in _roles(ours) if _take(theirs, ours, [name], check=False) != theirs]
         failed: list[Part] = []
@@ -128,7 +128,8 @@ class _Search:
         if any(p.name in _OPERANDS for p in failed):
             failed = [p for p in failed if p.name not in _OPERANDS]
             yield self._role(ours, theirs, _OPERANDS)
-        yield from failed
+        together = self._role(ours, theirs, [p.name for p in failed]) if len(failed) > 1 else None
+        yield from failed if together is None or together.problem else [together]
 
     def _role(self, ours: Recipe, theirs: Recipe, names: Sequence[str]) -> Part:
         name = " + ".join(names)
@@ -137,7 +138,9 @@ class _Search:
             recipe = _take(theirs, ours, names)
             graph = lowered(self.pair.trace, "infer", recipe, self.pair.backend, self.pair.device)
         except (RecipeError, LoweringError) as error:
-            return Part(name, problem=f"cannot be given back alone: {error.message}")
+            what = error.message.partition(" (compute ")[0]  # what follows is the node's rule, as a table
+            beside = " so, beside the rollout's other rules" if isinstance(error, LoweringError) else ""
+            return Part(name, problem=f"cannot be given back alone: {what}{beside}")
         return self._part(name, self._logprobs(Run(graph, self.pair.store, self.ids)))
 
     # ------------------------------------------------------------------------------------ layers

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from precgraph.bisect import Bisection, Names, Part, Substitute, bisect
 from precgraph.cli import app
+from precgraph.errors import LoweringError
 from precgraph.probe import Pair, load_pair
 from precgraph.recipe import LinearRule, Recipe, SelectRule
 from precgraph.verify.numerics import LogProbs
@@ -105,6 +106,33 @@ def test_roles_that_cannot_go_alone_go_together(make: Callable[..., Pair]) -> No
     result = bisect(make(JET, replace(JET, linear=replace(JET.linear, **powers))), IDS, "roles")
     (part,) = result.parts
     assert (part.name, part.share) == ("activation + weight", 1.0)
+
+
+def test_rules_that_one_kernel_has_together_are_given_back_together(make: Callable[..., Pair]) -> None:
+    """No kernel has Hugging Face's norm in our arithmetic, or ours in its: an independent program has the number."""
+    plain = Recipe.bf16()
+    result = bisect(make(plain, JET), IDS, "roles")
+    assert {p.name for p in result.parts} == {"activation + weight", "arithmetic + lm_head + norm"}
+    part = next(p for p in result.parts if p.name.startswith("arithmetic"))
+    given = replace(JET, arithmetic=plain.arithmetic, lm_head=plain.lm_head, norm=plain.norm)
+    assert bisect(make(plain, given), IDS, "layers").total == part.without
+
+
+def test_why_a_role_cannot_go_alone_is_readable(make: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of a node is no sentence."""
+    pair = make(JET, replace(JET, select=SelectRule(skip=(ONE,))))
+
+    def none(*_: Any) -> Any:
+        raise LoweringError(
+            "no kernel of reference serves linear making bf16 (compute float32, {'gemm': 'plain'}) from bf16"
+        )
+
+    monkeypatch.setattr("precgraph.bisect.lowered", none)
+    (part,) = bisect(pair, IDS, "roles").parts
+    assert part.problem == (
+        "cannot be given back alone: no kernel of reference serves linear making bf16 so, "
+        "beside the rollout's other rules"
+    )
 
 
 def test_two_roles_share_the_mismatch(make: Callable[..., Pair]) -> None:

@@ -22,13 +22,13 @@ from precgraph.lowering.triton.primitives import (
     EXACT,
     ceil_div,
     exp,
-    halving_sum,
     log,
     negative,
     reciprocal,
     refine,
     require,
 )
+from precgraph.lowering.triton.reductions import halving_sum
 
 BLOCK = 4096
 _PIECE = 512

@@ -1,5 +1,4 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
-# ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
 """RMSNorm, with the residual sum before it and the quantisers after it; forward and backward.
 
 Bits are those of :mod:`precgraph.lowering.reference.elementwise`, whose sums have a fixed order (pieces of 512 added
@@ -24,17 +23,15 @@ from precgraph.lowering.triton.primitives import (
     GROUP,
     bf16,
     ceil_div,
-    halving_sum,
     quantise_rows,
-    reciprocal,
     require,
-    rough_reciprocal,
     rule,
     source,
     store_in_place,
     store_rows,
     store_tokens,
 )
+from precgraph.lowering.triton.reductions import halving_sum, mean, reciprocal_root, sum_rows, weighted
 
 _MAX_WIDTH = 16384  # a row has to fit the registers of one program
 _ROWS_A_PROGRAM = 32  # of the backward: how many rows one partial sum of dweight covers
@@ -170,14 +167,6 @@ def rms_norm_backward(
     return dx, sum_rows(partial, weight.dtype)
 
 
-def sum_rows(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """fp32 ``[R, C] -> [C]``, in an order that depends on R and C alone, then rounded."""
-    R, C = partial.shape
-    out = torch.empty(C, dtype=dtype, device=partial.device)
-    _sum_rows_kernel[(ceil_div(C, 8),)](partial, out, R, C, num_warps=4, **EXACT)
-    return out
-
-
 def _check(operands: dict[str, Tensor | None], x: Tensor, weight: Tensor) -> None:
     require(*operands.values())
     require_bf16(**operands)
@@ -267,29 +256,6 @@ def _root_of(values, eps, C: tl.constexpr):
         wide = values[p].to(tl.float32)
         squares = squares + wide * wide
     return reciprocal_root(halving_sum(squares), eps, C)
-
-
-@triton.jit
-def mean(total, N: tl.constexpr):
-    """``total / N``; where N is a power of two, the product with its reciprocal is the quotient."""
-    if N & (N - 1) == 0:
-        return total * (1.0 / N)
-    else:
-        return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
-
-
-@triton.jit
-def reciprocal_root(squares, eps, N: tl.constexpr):
-    """``1 / sqrt(squares / N + eps)``, each operation rounded; a root is never subnormal."""
-    root = tl.sqrt_rn(mean(squares, N) + eps)
-    inverse = reciprocal(root)  # NaN for 0 and infinity, which leave no remainder
-    return tl.where(inverse == inverse, inverse, rough_reciprocal(root))  # noqa: PLR0124
-
-
-@triton.jit
-def weighted(value, root, weight):
-    """``weight * bf16(value * root)``: bf16's own product is fp32's, rounded."""
-    return (value.to(tl.float32) * root).to(tl.bfloat16) * weight
 
 
 @triton.jit
@@ -401,19 +367,3 @@ def _backward_kernel(
     for p in tl.static_range(pieces):
         cols = p * PIECE + lane
         tl.store(partial + tl.program_id(0).to(tl.int64) * C + cols, sums[p], mask=cols < C)
-
-
-@triton.jit(do_not_specialize=["R"])
-def _sum_rows_kernel(x, out, R, C: tl.constexpr):
-    """8 columns: 128 rows at a time, in order, then those 128 sums by halves; four such loads are on their way."""
-    cols = tl.program_id(0) * 8 + tl.arange(0, 8)
-    total = tl.zeros([128, 8], tl.float32)
-    for start in range(0, R, 512):
-        parts = ()
-        for i in tl.static_range(4):
-            rows = start + i * 128 + tl.arange(0, 128)[:, None]
-            inside = (rows < R) & (cols[None, :] < C)
-            parts = parts + (tl.load(x + rows.to(tl.int64) * C + cols[None, :], mask=inside, other=0.0),)  # noqa: RUF005
-        for i in tl.static_range(4):
-            total += parts[i]
-    tl.store(out + cols, halving_sum(tl.trans(total)).to(out.dtype.element_ty), mask=cols < C)

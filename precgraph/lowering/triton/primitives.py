@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
-"""Device functions: the numerics of every Triton kernel, in one place.
+"""Device functions: the numerics of every Triton kernel, but for sums (:mod:`~precgraph.lowering.triton.reductions`).
 
 Each is bit for bit what :mod:`precgraph.formats` and :mod:`precgraph.lowering.reference` compute on the same device:
 
@@ -267,22 +267,6 @@ def store_tokens(even, odd, codes, scales, block, cols, T, K, RULE: tl.constexpr
     else:
         tl.store(at, pairs, mask=cols[:, None] < K)
         tl.store(to, scale, mask=cols < K)
-
-
-# ------------------------------------------------------------------------------------------ sums
-
-
-@triton.jit
-def halving_sum(x):
-    """``[R, N] -> [R]``: the halves of each row are added until one number is left (N a power of two).
-
-    Every step adds exactly two numbers, so the order does not depend on how a tile lies in registers.
-    """
-    R: tl.constexpr = x.shape[0]
-    if x.shape[1] == 1:
-        return tl.reshape(x, [R])
-    else:
-        return halving_sum(tl.sum(tl.reshape(x, [R, 2, x.shape[1] // 2]), 1))
 
 
 # ------------------------------------------------------------------------------------------ elementwise

@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
-from precgraph.lowering.triton.norm import mean, reciprocal_root, sum_rows, weighted
-from precgraph.lowering.triton.primitives import EXACT, bf16, ceil_div, halving_sum, negative, require
+from precgraph.lowering.triton.primitives import EXACT, bf16, ceil_div, negative, require
+from precgraph.lowering.triton.reductions import halving_sum, mean, reciprocal_root, sum_rows, weighted
 
 _HEADS = 2  # heads whose loads are on their way together
 

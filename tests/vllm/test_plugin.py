@@ -172,6 +172,12 @@ def test_refused_engine_arguments(arguments: dict[str, Any], message: str, check
 def test_tensor_parallel_is_a_typed_error(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="data_parallel_size=4"):
         start(checkpoint("qwen3")[1], tensor_parallel_size=4)
+    for size in (None, "2", 0, True):
+        with pytest.raises(InputError, match=f"tensor_parallel_size = {size!r} is no number of devices"):
+            start(checkpoint("qwen3")[1], tensor_parallel_size=size)
+    for overrides in (None, lambda config: config):
+        with pytest.raises(InputError, match="hf_overrides is no table"):
+            start(checkpoint("qwen3")[1], hf_overrides=overrides)
     with pytest.raises(InputError, match="quantization is precgraph's to choose"):
         start(checkpoint("qwen3")[1], quantization="fp8")
 

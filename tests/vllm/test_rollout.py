@@ -169,6 +169,14 @@ def test_wrong_prompts_are_refused_before_anything_runs(pair: tuple[Any, Any]) -
     for text in ("12", [1.7]):
         with pytest.raises(InputError, match="prompt 0 is not a sequence of token ids"):
             llm.generate([text], SamplingParams())
+    with pytest.raises(InputError, match="prompt 0 has 640 tokens, and max_model_len = 640 leaves none to sample"):
+        llm.generate([[1] * 640], SamplingParams())
+    assert len(llm.generate([[1] * 639], SamplingParams(max_tokens=4))[0].token_ids) == 1
+    for params in (None, "x", [None], 1):
+        with pytest.raises(InputError, match="^params are a (NoneType|str|int); pass SamplingParams"):
+            llm.generate([[1]], params)
+    with pytest.raises(InputError, match="prompt_token_ids is a NoneType"):
+        llm.generate(None, SamplingParams())
     late = VllmParams()
     late.temperature = 0.001
     for params in (SamplingParams(temperature=0.001), late):

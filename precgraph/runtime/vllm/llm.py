@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -120,10 +120,14 @@ class LLM:
         from precgraph.runtime.vllm.params import completion_fields
 
         self._require_ready()
+        if not isinstance(prompt_token_ids, Sized):
+            kind = type(prompt_token_ids).__name__
+            raise InputError(f"prompt_token_ids is a {kind}", remedy="pass a list of lists of integers")
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompt_token_ids)
         if len(each) != len(prompt_token_ids):
             raise InputError(f"{len(prompt_token_ids)} prompts but {len(each)} sampling parameters")
         prompts = [prompt_ids(f"prompt {i}", p, self.vocabulary) for i, p in enumerate(prompt_token_ids)]
+        self._require_room(prompts)
         asked = [_request(p) for p in each]
         version = self._served
         try:
@@ -143,6 +147,15 @@ class LLM:
         ]
         require_finite(torch.tensor([p for s in samples for p in s.logprobs]))
         return samples
+
+    def _require_room(self, prompts: Sequence[Sequence[int]]) -> None:
+        room: int = self.engine.llm_engine.vllm_config.model_config.max_model_len
+        for i, prompt in enumerate(prompts):
+            if len(prompt) >= room:
+                raise InputError(
+                    f"prompt {i} has {len(prompt)} tokens, and max_model_len = {room} leaves none to sample",
+                    remedy="cut it, or pass a larger max_model_len",
+                )
 
     def _require_ready(self) -> None:
         if self._broken is not None:
@@ -299,10 +312,14 @@ def _watched(call: Callable[[], Any], ensure_alive: Callable[[], None] | None) -
 
 def _request(params: Any) -> Any:
     """vLLM's parameters for one request, with a seed, and a name for its record if some tokens cannot be drawn."""
+    from vllm import SamplingParams as VllmParams
+
     from precgraph.runtime.vllm.params import of_vllm, require_exact, to_vllm
 
     if isinstance(params, SamplingParams):
         params = to_vllm(params)
+    if not isinstance(params, VllmParams):
+        raise InputError(f"params are a {type(params).__name__}", remedy="pass SamplingParams, precgraph's or vLLM's")
     require_exact(params)
     if params.n != 1:
         raise InputError(f"n = {params.n} is refused", remedy="repeat the prompt: the prefix cache shares its blocks")
@@ -324,6 +341,8 @@ def _refuse(engine_args: dict[str, Any]) -> None:
     require_v1_runner()
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = engine_args.get(name, 1)
+        if type(size) is not int or size < 1:
+            raise InputError(f"{name} = {size!r} is no number of devices", remedy="leave it out, or pass 1")
         if size > 1:
             raise UnsupportedModelError(
                 f"{name} = {size} splits sums, and blocks of 128, in other places than the trainer does",
@@ -331,6 +350,8 @@ def _refuse(engine_args: dict[str, Any]) -> None:
             )
     if engine_args.get("load_format", "dummy") != "dummy":
         raise InputError("load_format is precgraph's to choose", remedy='leave it out; "dummy" makes random weights')
+    if not isinstance(engine_args.get("hf_overrides", {}), Mapping):
+        raise InputError("hf_overrides is no table", remedy="pass a dict: architecture and recipe are added to it")
     for name in ("model_loader_extra_config", "worker_cls", "quantization", "logits_processors"):
         if engine_args.get(name):
             raise InputError(f"{name} is precgraph's to choose", remedy="leave it out")

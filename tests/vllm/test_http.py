@@ -49,7 +49,7 @@ def ask(
         engine.named[0] = (seen[-1].get("vllm_xargs") or {}).get(RECORD, "")
         if isinstance(made, Exception):
             raise made
-        content = json.dumps(made).encode()
+        content = made if isinstance(made, bytes) else json.dumps(made).encode()
         await send(
             {
                 "type": "http.response.start",
@@ -152,6 +152,25 @@ def test_weights_that_changed_are_not_served_as_one_version() -> None:
 def test_a_missing_record_is_not_taken_for_one() -> None:
     status, found, _ = ask(Engine(), ONE)
     assert status == 503 and found["error"]["message"].startswith("the engine kept no record")
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"choices": [{}, {}], "usage": {"completion_tokens": 3}}, "answer has 2 choices"),
+        ({"choices": [], "usage": {"completion_tokens": 3}}, "answer has 0 choices"),
+        ({"usage": {"completion_tokens": 3}}, "answer has no choices"), ([1], "answer has no choices"),
+        ({"choices": [{}]}, "answer has no usage.completion_tokens"),
+        ({"choices": [{}], "usage": {"completion_tokens": None}}, "answer has no usage.completion_tokens"),
+        ({"choices": [{}], "usage": {"completion_tokens": 4}}, "has no kept mass for token 3 of 4"),
+        (b"data: [DONE]", "answer is no JSON"),
+    ],
+)  # fmt: skip
+def test_an_answer_of_another_form_is_an_error_with_its_reason(answer: Any, words: str) -> None:
+    engine = Engine({"versions": [1], "kept_mass": {"0": 0.5, "1": 0.5, "2": 0.5}})
+    status, found, _ = ask(engine, ONE, answer=answer)
+    assert (status, found["error"]["code"]) == (502, 502) and words in found["error"]["message"]
+    assert engine.taken == 1
 
 
 @pytest.mark.parametrize(("external", "wanted"), [(False, 400), (True, 200)])

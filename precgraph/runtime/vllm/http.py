@@ -31,7 +31,7 @@ class SampleFields:
     ``digest`` and the ``weights_version``.
 
     It refuses (status 400) what the answer has no place for, several sequences a request and streams, and temperatures
-    in whose place vLLM takes another; and (503) an answer during which the weights changed.
+    in whose place vLLM takes another; (503) an answer during which the weights changed; (502) one of another form.
     """
 
     def __init__(self, app: App) -> None:
@@ -70,8 +70,11 @@ class SampleFields:
             return
         try:
             _add(answer, taken["digest"], taken["records"].get(name))
-        except PrecGraphError as error:
+        except (StaleWeightsError, UnsupportedModelError) as error:
             await _refuse(send, 503, error)
+            return
+        except PrecGraphError as error:
+            await _refuse(send, 502, error)
             return
         await answer.send(send)
 
@@ -95,8 +98,12 @@ class _Answer:
 
 
 def _add(answer: _Answer, digest: str, record: dict[str, Any] | None) -> None:
-    """Put the record into the answer. StaleWeightsError unless all its tokens are of one version of the weights."""
-    body = json.loads(answer.content)
+    """Put the record into the answer. StaleWeightsError unless all its tokens are of one version of the weights,
+    PrecGraphError for an answer that is none to one completion."""
+    try:
+        body = json.loads(answer.content)
+    except ValueError:
+        raise _of_another_form("is no JSON") from None
     if body is None:  # the client has gone, and the server has made no answer
         return
     if record is None:
@@ -106,10 +113,28 @@ def _add(answer: _Answer, digest: str, record: dict[str, Any] | None) -> None:
             f"the weights changed during the request, versions {record['versions']}",
             remedy="ask again; finish or abort all requests before an update",
         )
-    (choice,) = body["choices"]
-    choice["kept_mass"] = kept_masses(record["kept_mass"], body["usage"]["completion_tokens"])
+    choice, count = _completion(body)
+    choice["kept_mass"] = kept_masses(record["kept_mass"], count)
     body["precgraph"] = {"digest": digest, "weights_version": record["versions"][0]}
     answer.content = json.dumps(body).encode()
+
+
+def _completion(body: Any) -> tuple[dict[str, Any], int]:
+    """The only choice of an answer, and how many tokens were sampled."""
+    choices, usage = (body.get(key) for key in ("choices", "usage")) if isinstance(body, dict) else (None, None)
+    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
+        raise _of_another_form(f"has {len(choices)} choices" if isinstance(choices, list) else "has no choices")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    if type(count) is not int:
+        raise _of_another_form("has no usage.completion_tokens")
+    return choices[0], count
+
+
+def _of_another_form(what: str) -> PrecGraphError:
+    return PrecGraphError(
+        f"the server's answer {what}: its kept mass has no place",
+        remedy="put the middleware right before vLLM's server",
+    )
 
 
 def _require_one_answer(request: dict[str, Any]) -> None:

@@ -39,7 +39,10 @@ def value_of(reply: Reply) -> Any:
 def kept_masses(record: Mapping[Any, float], count: int) -> list[float]:
     """The kept mass of the first ``count`` tokens from a record by the token's index, which JSON makes text.
 
-    An empty record is that of a request whose every token could be drawn: 1. KeyError: the record lacks a token.
+    An empty record is that of a request whose every token could be drawn: 1. PrecGraphError: the record lacks a token.
     """
     kept = {int(index): mass for index, mass in record.items()}
+    for i in range(count if kept else 0):
+        if i not in kept:
+            raise PrecGraphError(f"the record of the request has no kept mass for token {i} of {count}")
     return [kept[i] if kept else 1.0 for i in range(count)]

@@ -20,7 +20,7 @@ VOCABULARIES = (151936, 50257, 100)
 def rule(logits: Tensor, ids: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rule blocks4096, written with torch: (chosen, entropy, maximum, log of the sum)."""
     z = logits if temperature is None else logits / temperature[:, None]
-    blocks = F.pad(z, (0, -z.shape[1] % lp.BLOCK), value=float("-inf")).unflatten(1, (-1, lp.BLOCK))
+    blocks = F.pad(z, (0, -z.shape[1] % 4096), value=float("-inf")).unflatten(1, (-1, 4096))
     maxima = blocks.amax(-1)
     shift = torch.where(maxima == float("-inf"), 0.0, maxima)
     moved = blocks - shift[..., None]

@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.lowering.triton.primitives import EXACT, ceil_div
-
-BLOCK = 4096
+from precgraph.lowering.triton.reductions import VOCABULARY_BLOCK, finite
 
 
 def draw(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
@@ -26,15 +25,15 @@ def draw(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
     gives some token of the vocabulary, whose log-probability is NaN.
     """
     N, V = logits.shape
-    blocks = ceil_div(V, BLOCK)
+    blocks = ceil_div(V, VOCABULARY_BLOCK)
     maxima = torch.empty(N, blocks, dtype=torch.float32, device=logits.device)
     sums = torch.empty(N, blocks, dtype=torch.float64, device=logits.device)
     ids = torch.empty(N, dtype=torch.int64, device=logits.device)
     sizes = (logits.stride(0), V, blocks)
-    _sums_kernel[(N * blocks,)](logits, temperature, maxima, sums, *sizes, BLOCK, num_warps=8, **EXACT)
+    _sums_kernel[(N * blocks,)](logits, temperature, maxima, sums, *sizes, VOCABULARY_BLOCK, num_warps=8, **EXACT)
     width = triton.next_power_of_2(blocks)
     _draw_kernel[(N,)](
-        logits, temperature, quantiles, maxima, sums, ids, *sizes, width, BLOCK, num_warps=8, **EXACT
+        logits, temperature, quantiles, maxima, sums, ids, *sizes, width, VOCABULARY_BLOCK, num_warps=8, **EXACT
     )  # fmt: skip
     return ids
 
@@ -47,12 +46,6 @@ def _tempered(logits, temperature, row, cols, stride, V):
 
 
 @triton.jit
-def _finite(maximum):
-    """What is subtracted from logits whose maximum this is: nothing where all are -inf."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
-
-
-@triton.jit
 def _sums_kernel(logits, temperature, maxima, sums, stride, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
     """One block of one row."""
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
@@ -60,7 +53,7 @@ def _sums_kernel(logits, temperature, maxima, sums, stride, V: tl.constexpr, BLO
     cols = block * BLOCK + tl.arange(0, BLOCK)
     z = _tempered(logits, temperature, row, cols, stride, V)
     maximum = tl.max(z, 0)
-    weights = tl.exp(z - _finite(maximum))
+    weights = tl.exp(z - finite(maximum))
     tl.store(maxima + row * BLOCKS + block, maximum)
     tl.store(sums + row * BLOCKS + block, tl.sum(weights.to(tl.float64), 0))
 
@@ -83,14 +76,14 @@ def _draw_kernel(
     lanes = tl.arange(0, WIDTH)
     tops = tl.load(maxima + row * BLOCKS + lanes, mask=lanes < BLOCKS, other=float("-inf"))
     shares = tl.load(sums + row * BLOCKS + lanes, mask=lanes < BLOCKS, other=0.0)
-    factors = tl.exp(tops - _finite(tl.max(tops, 0))).to(tl.float64)
+    factors = tl.exp(tops - finite(tl.max(tops, 0))).to(tl.float64)
     weights = shares * factors
     running = tl.cumsum(weights, 0)
     target = tl.load(quantiles + row) * tl.max(running, 0)
     block = _pick(lanes, running, weights, target, WIDTH)
     rest = target - tl.sum(tl.where(lanes == block - 1, running, 0.0), 0)
     factor = tl.sum(tl.where(lanes == block, factors, 0.0), 0)
-    top = tl.sum(tl.where(lanes == block, _finite(tops), 0.0), 0)
+    top = tl.sum(tl.where(lanes == block, finite(tops), 0.0), 0)
     places = tl.arange(0, BLOCK)
     z = _tempered(logits, temperature, row, block * BLOCK + places, stride, V)
     inside = tl.exp(z - top).to(tl.float64)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
+from precgraph.lowering.reference.reductions import PIECE
 from precgraph.lowering.triton.primitives import (
     EXACT,
     ceil_div,
@@ -28,10 +29,8 @@ from precgraph.lowering.triton.primitives import (
     refine,
     require,
 )
-from precgraph.lowering.triton.reductions import halving_sum
+from precgraph.lowering.triton.reductions import VOCABULARY_BLOCK, finite, halving_sum
 
-BLOCK = 4096
-_PIECE = 512
 _MAX_BLOCKS = 512  # two million tokens
 _LOWEST = tl.constexpr(-(2.0**100))  # in place of minus infinity: its exponential is 0 too, and so is their product
 
@@ -59,10 +58,10 @@ def logprobs(
     """
     divisor = _check(logits, ids, temperature)
     N, V = logits.shape
-    blocks = ceil_div(V, BLOCK)
+    blocks = ceil_div(V, VOCABULARY_BLOCK)
     partial = torch.empty(3 if entropy else 2, N, blocks, dtype=torch.float32, device=logits.device)
     _blocks_kernel[(N * blocks,)](
-        logits, divisor, partial, logits.stride(0), N, V, blocks, BLOCK, _PIECE, entropy, num_warps=1, **EXACT
+        logits, divisor, partial, logits.stride(0), N, V, blocks, VOCABULARY_BLOCK, PIECE, entropy, num_warps=1, **EXACT
     )
     out = torch.empty(4 if entropy else 3, N, dtype=torch.float32, device=logits.device)
     _rows_kernel[(N,)](
@@ -105,7 +104,7 @@ def logprobs_backward(
     out = torch.empty(N, V, dtype=torch.bfloat16, device=logits.device) if out is None else out
     if out.shape != logits.shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
         raise InputError(f"the gradient of {list(logits.shape)} logits goes to a contiguous bf16 buffer of that shape")
-    _backward_kernel[(N * ceil_div(V, BLOCK),)](
+    _backward_kernel[(N * ceil_div(V, VOCABULARY_BLOCK),)](
         grad.contiguous(),
         logits,
         ids,
@@ -117,8 +116,8 @@ def logprobs_backward(
         logits.stride(0),
         N,
         V,
-        ceil_div(V, BLOCK),
-        BLOCK,
+        ceil_div(V, VOCABULARY_BLOCK),
+        VOCABULARY_BLOCK,
         num_warps=8,
         **EXACT,
     )
@@ -132,9 +131,9 @@ def _check(logits: Tensor, ids: Tensor, temperature: float | Tensor | None) -> T
         raise InputError(f"log-probabilities are computed from fp32 logits [N, V], not {logits.dtype}")
     if ids.shape != logits.shape[:1] or ids.dtype != torch.int64 or not ids.is_contiguous():
         raise InputError(f"{logits.shape[0]} rows of logits need as many int64 ids, not {ids.dtype} {list(ids.shape)}")
-    if logits.shape[1] > BLOCK * _MAX_BLOCKS:
+    if logits.shape[1] > VOCABULARY_BLOCK * _MAX_BLOCKS:
         raise LoweringError(
-            f"a vocabulary of {logits.shape[1]} is larger than {BLOCK * _MAX_BLOCKS}",
+            f"a vocabulary of {logits.shape[1]} is larger than {VOCABULARY_BLOCK * _MAX_BLOCKS}",
             remedy="score on the CPU, where torch's kernel has no such limit",
         )
     if temperature is None:
@@ -142,12 +141,6 @@ def _check(logits: Tensor, ids: Tensor, temperature: float | Tensor | None) -> T
     if isinstance(temperature, Tensor):
         return temperature.to(logits.device, torch.float32).expand(ids.shape).contiguous()
     return torch.full(ids.shape, temperature, dtype=torch.float32, device=logits.device)
-
-
-@triton.jit
-def _shift(maximum):
-    """What is subtracted from logits whose maximum this is: nothing where all are -inf."""
-    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit
@@ -196,7 +189,7 @@ def _blocks_kernel(
         values = values + (z,)  # noqa: RUF005 - a tuple of the kernel language
         largest = tl.maximum(largest, z)
     maximum = _tempered(tl.max(tl.max(largest, 1), 0), divisor, row)  # division keeps the order
-    shift = _shift(maximum)
+    shift = finite(maximum)
     total = tl.zeros([1, PIECE], tl.float32)
     weighted = tl.zeros([1, PIECE], tl.float32)
     for p in tl.static_range(BLOCK // PIECE):
@@ -238,7 +231,7 @@ def _rows_kernel(
     maxima = tl.load(at, mask=lane < BLOCKS, other=float("-inf"))
     sums = tl.load(at + size, mask=lane < BLOCKS, other=0.0)
     maximum = tl.max(tl.max(maxima, 1), 0)
-    factor = exp(maxima - _shift(maximum))
+    factor = exp(maxima - finite(maximum))
     total = halving_sum(sums * factor)
     log_total = log(total)
     one = row + tl.arange(0, 1)
@@ -250,7 +243,7 @@ def _rows_kernel(
     tl.store(out + 2 * N + one, chosen)
     if ENTROPY:
         weighted = tl.load(at + 2 * size, mask=lane < BLOCKS, other=0.0)
-        offset = tl.where(sums == 0.0, 0.0, sums * (maxima - _shift(maximum)))
+        offset = tl.where(sums == 0.0, 0.0, sums * (maxima - finite(maximum)))
         mean = tl.div_rn(halving_sum(factor * (weighted + offset)), total)
         tl.store(out + 3 * N + one, log_total - mean)
 

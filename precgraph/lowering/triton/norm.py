@@ -23,13 +23,18 @@ from precgraph.lowering.triton.primitives import (
     GROUP,
     bf16,
     ceil_div,
+    inside_tile,
+    load_tile,
+    magnitude,
+    pack_pair,
     quantise_rows,
+    ratio,
     require,
     rule,
+    scale_of,
     source,
     store_in_place,
     store_rows,
-    store_tokens,
 )
 from precgraph.lowering.triton.reductions import halving_sum, mean, reciprocal_root, sum_rows, weighted
 
@@ -227,7 +232,7 @@ def _rows_kernel(
             if normed is not None:
                 tl.store(normed + at + cols, y, mask=cols < C)
             if RULE is not None:
-                _store_groups(y.to(SOURCE), codes, scales, row, cols, p * (PIECE // 128), T, C, RULE)
+                _store_piece(y.to(SOURCE), codes, scales, row, cols, p * (PIECE // 128), T, C, RULE)
 
 
 @triton.jit
@@ -259,7 +264,7 @@ def _root_of(values, eps, C: tl.constexpr):
 
 
 @triton.jit
-def _store_groups(y, codes, scales, row, cols, group, T, C: tl.constexpr, RULE: tl.constexpr):
+def _store_piece(y, codes, scales, row, cols, group, T, C: tl.constexpr, RULE: tl.constexpr):
     """Quantise a piece ``[1, P]`` of a row, its groups from ``group`` on."""
     G: tl.constexpr = y.shape[1] // 128
     groups: tl.constexpr = (C + 127) // 128
@@ -289,7 +294,6 @@ def _tiles_kernel(
 ):
     """One tile ``[128, 128]`` of the normalised rows, last tile first."""
     columns: tl.constexpr = (C + 127) // 128
-    EVEN: tl.constexpr = C % 128 == 0
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     line = tile // columns
     col = tile % columns * 128
@@ -300,16 +304,38 @@ def _tiles_kernel(
     if ROWS_RULE is not None:
         store_rows(even, rows_codes, rows_scales, rows, col, T, columns * 128, ROWS_RULE)
         store_rows(odd, rows_codes, rows_scales, rows + 1, col, T, columns * 128, ROWS_RULE)
-    store_tokens(even, odd, tokens_codes, tokens_scales, line, cols, T, C, TOKENS_RULE, EVEN)
+    _store_tokens(even, odd, tokens_codes, tokens_scales, line, cols, T, C, TOKENS_RULE)
 
 
 @triton.jit
 def _normed_tile(x, weight, scale, rows, cols, T, stride, C: tl.constexpr):
     """The norm's value of a tile, bf16; zero outside."""
-    inside = rows[:, None] < T if C % 128 == 0 else (rows[:, None] < T) & (cols[None, :] < C)
-    value = tl.load(x + rows[:, None].to(tl.int64) * stride + cols[None, :], mask=inside, other=0.0)
+    value = load_tile(x, rows, cols, stride, inside_tile(rows, cols, T, C))
     root = tl.load(scale + rows, mask=rows < T, other=0.0)
     return weighted(value, root[:, None], tl.load(weight + cols, mask=cols < C, other=0.0)[None, :])
+
+
+@triton.jit
+def _store_tokens(even, odd, codes, scales, block, cols, T, C: tl.constexpr, RULE: tl.constexpr):
+    """Quantise a tile of 128 tokens, its even and odd rows ``[64, 128]``, in groups along tokens.
+
+    ``codes [C, (T up to 128)/2]`` are pairs of bytes of neighbouring tokens, which shared memory transposes at its full
+    width; ``scales [T/128, C]``.
+    """
+    first, second = even.to(tl.float32), odd.to(tl.float32)
+    scale, inverse = scale_of(tl.max(tl.maximum(magnitude(first), magnitude(second)), 0), RULE)
+    first = ratio(first, scale[None, :], inverse[None, :], RULE)
+    second = ratio(second, scale[None, :], inverse[None, :], RULE)
+    pairs = tl.trans(pack_pair(first, second, RULE))
+    padded = ((T + 127) // 128) * 64
+    at = codes + cols[:, None].to(tl.int64) * padded + block * 64 + tl.arange(0, 64)[None, :]
+    to = scales + block.to(tl.int64) * C + cols
+    if C % 128 == 0:
+        tl.store(at, pairs)
+        tl.store(to, scale)
+    else:
+        tl.store(at, pairs, mask=cols[:, None] < C)
+        tl.store(to, scale, mask=cols < C)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -246,29 +246,6 @@ def store_groups(x, codes, scales, rows, cols, group, T, stride, RULE: tl.conste
     tl.store(scales + group.to(tl.int64) * aligned + rows, scale, mask=inside)
 
 
-@triton.jit
-def store_tokens(even, odd, codes, scales, block, cols, T, K, RULE: tl.constexpr, EVEN: tl.constexpr):
-    """Quantise a tile of 128 tokens, its even and odd rows ``[64, C]``, in groups along tokens.
-
-    ``codes [K, (T up to 128)/2]`` are pairs of bytes of neighbouring tokens, which shared memory transposes at its full
-    width; ``scales [T/128, K]``. ``EVEN``: K is whole tiles.
-    """
-    first, second = even.to(tl.float32), odd.to(tl.float32)
-    scale, inverse = scale_of(tl.max(tl.maximum(magnitude(first), magnitude(second)), 0), RULE)
-    first = ratio(first, scale[None, :], inverse[None, :], RULE)
-    second = ratio(second, scale[None, :], inverse[None, :], RULE)
-    pairs = tl.trans(pack_pair(first, second, RULE))
-    padded = ((T + 127) // 128) * 64
-    at = codes + cols[:, None].to(tl.int64) * padded + block * 64 + tl.arange(0, 64)[None, :]
-    to = scales + block.to(tl.int64) * K + cols
-    if EVEN:
-        tl.store(at, pairs)
-        tl.store(to, scale)
-    else:
-        tl.store(at, pairs, mask=cols[:, None] < K)
-        tl.store(to, scale, mask=cols < K)
-
-
 # ------------------------------------------------------------------------------------------ elementwise
 
 

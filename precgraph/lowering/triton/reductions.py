@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 # ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
-"""Sums whose order is part of their definition, and what norms make of them.
+"""Sums whose order is part of their definition, and what norms and softmaxes make of them.
 
 Bits are those of :mod:`precgraph.lowering.reference.reductions`: a kernel adds the pieces of a row in order, and
 :func:`halving_sum` their halves.
@@ -15,6 +15,9 @@ from torch import Tensor
 
 from precgraph.lowering.triton.primitives import EXACT, ceil_div, reciprocal, rough_reciprocal
 
+VOCABULARY_BLOCK = 4096
+"""Logits that are summed together before the blocks of a row are."""
+
 
 @triton.jit
 def halving_sum(x):
@@ -27,6 +30,12 @@ def halving_sum(x):
         return tl.reshape(x, [R])
     else:
         return halving_sum(tl.sum(tl.reshape(x, [R, 2, x.shape[1] // 2]), 1))
+
+
+@triton.jit
+def finite(maximum):
+    """What is subtracted from logits whose maximum this is: nothing where all are -inf."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
 @triton.jit

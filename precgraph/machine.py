@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +103,24 @@ def _nvcc() -> str | None:
 
 
 def backends() -> list[Status]:
-    """Whether each backend, and vLLM, can run here, and what to do if not."""
+    """Whether each backend, by the names that ``backend=`` takes, can run here, then the libraries that these ask
+    besides, and vLLM; and what to do if not."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     chosen = registry.AUTO.get(device.type, "reference")
-    parts = dict.fromkeys(name for chain in registry.BACKENDS.values() for name in chain)
-    return [*(_backend(name, device, chosen) for name in parts), _vllm()]
+    chains = registry.BACKENDS
+    found = [_backend(name, name if name in chain else chain[0], device, chosen) for name, chain in chains.items()]
+    for part in dict.fromkeys(part for chain in chains.values() for part in chain if part not in chains):
+        users = ", ".join(name for name, chain in chains.items() if part in chain)
+        status = _backend(part, part, device, "")
+        found.append(replace(status, detail=f"{status.detail} (part of {users})"))
+    return [*found, _vllm()]
 
 
-def _backend(name: str, device: torch.device, chosen: str) -> Status:
+def _backend(name: str, part: str, device: torch.device, chosen: str) -> Status:
+    """The backend ``name``, which runs if the kernels of ``part`` do."""
     problem: LoweringError | None
     try:
-        problem = registry.unavailable(name, device)
+        problem = registry.unavailable(part, device)
     except LoweringError as error:
         problem = error
     except ImportError as error:
@@ -121,8 +128,8 @@ def _backend(name: str, device: torch.device, chosen: str) -> Status:
     if problem is None:
         return Status(name, True, "can run" + (", and is what auto picks" if name == chosen else ""))
     remedy = problem.remedy or ""
-    if name in _EXTRAS and version(name) is None:
-        remedy = f"pip install 'precgraph[{_EXTRAS[name]}]'" + (f"; {remedy}" if remedy else "")
+    if part in _EXTRAS and version(part) is None:
+        remedy = f"pip install 'precgraph[{_EXTRAS[part]}]'" + (f"; {remedy}" if remedy else "")
     return Status(name, False, problem.message, remedy)
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from precgraph import NumericsStateError, machine, selftest
+from precgraph.cli.model import BACKENDS
+from precgraph.lowering import registry
 from tests.test_cli import assert_error, run
 
 
@@ -20,7 +22,9 @@ def test_doctor_json() -> None:
     assert data["facts"]["torch"] == torch.__version__
     backends = {b["name"]: b for b in data["backends"]}
     assert backends["reference"]["ok"]
-    assert {"triton", "deep_gemm", "vllm"} <= backends.keys()
+    assert list(backends)[:-1] == [*registry.BACKENDS, "flash_attention", "cublas"] and "vllm" in backends
+    assert backends["cublas"]["detail"].endswith("(part of deep_gemm)")
+    assert {"auto", *registry.BACKENDS} == {*BACKENDS}  # what --help lists
     for backend in backends.values():
         assert backend["ok"] or (backend["detail"] and backend["remedy"])
     assert data["exact"] is None

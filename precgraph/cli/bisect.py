@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from precgraph.cli.console import choose, console, guarded, progress, require_place, write_result
-from precgraph.cli.model import MODEL, SIDE_HELP
+from precgraph.cli.model import MODEL, SIDE_HELP, Backend
 from precgraph.cli.results import Json, JsonFile
 from precgraph.strict_json import finite
 
@@ -26,7 +26,7 @@ def bisect(
     train: Annotated[str, typer.Option(metavar="SPEC", help=f"Training side. {SIDE_HELP}")] = "bf16",
     infer: Annotated[str, typer.Option(metavar="SPEC", help="Rollout side, in the same way.")] = "jet_rl",
     by: Annotated[str, typer.Option(help="What to give back: roles, layers or modules.")] = "roles",
-    backend: Annotated[str, typer.Option(help="Backend to lower both sides for.")] = "auto",
+    backend: Backend = "auto",
     tokens: Annotated[int, typer.Option(metavar="N", help="How many random probe tokens.")] = 64,
     seed: Annotated[int, typer.Option(help="What they are drawn with.")] = 0,
     prompt_file: Annotated[

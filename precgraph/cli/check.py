@@ -12,7 +12,7 @@ import typer
 
 from precgraph.cli import results
 from precgraph.cli.console import choose, guarded, progress, require_place
-from precgraph.cli.model import MODEL, SIDE_HELP, trace_model
+from precgraph.cli.model import MODEL, SIDE_HELP, Backend, trace_model
 from precgraph.errors import InputError, PrecGraphError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def check(
     ] = None,
     train: Annotated[str, typer.Option(metavar="SPEC", help=f"Training side. {SIDE_HELP}")] = "jet_rl",
     infer: Annotated[str, typer.Option(metavar="SPEC", help="Rollout side, in the same way.")] = "jet_rl",
-    backend: Annotated[str, typer.Option(help="Backend to lower both sides for.")] = "auto",
+    backend: Backend = "auto",
     level: Annotated[
         str,
         typer.Option(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from precgraph.cli.console import choose, guarded, progress, write_json
-from precgraph.cli.model import MODEL, SPEC_HELP, load_recipe, trace_model
+from precgraph.cli.model import MODEL, SPEC_HELP, Backend, load_recipe, trace_model
 from precgraph.cli.results import Json
 
 
@@ -16,7 +16,7 @@ def digest(
     model: Annotated[str, MODEL],
     recipe: Annotated[str, typer.Option("--recipe", metavar="SPEC", help=SPEC_HELP)] = "jet_rl",
     mode: Annotated[str, typer.Option(help="train or infer; the two are equal for one policy.")] = "train",
-    backend: Annotated[str, typer.Option(help="Backend to lower for.")] = "auto",
+    backend: Backend = "auto",
     as_json: Json = False,
 ) -> None:
     """Print the digest of the forward program: what trainer and engine compare before the first token.

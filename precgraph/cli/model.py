@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -17,6 +17,10 @@ MODEL = typer.Argument(
     help="A checkpoint's directory, a config.json, a .gguf file, or a hub id where there is a network.",
     show_default=False,
 )
+BACKENDS = ("auto", "reference", "triton", "triton_flash", "deep_gemm")  # registry.BACKENDS, without importing torch
+Backend = Annotated[
+    str, typer.Option(metavar="NAME", help=f"Kernels to lower for: {', '.join(BACKENDS)}. doctor says which can run.")
+]
 SPEC_HELP = "A preset (jet_rl, bf16) or a recipe file (.toml; `precgraph recipe jet_rl` writes one to start from)."
 
 SIDE_HELP = (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from precgraph.cli.console import choose, guarded, progress, write_json
-from precgraph.cli.model import MODEL, SPEC_HELP, load_recipe, trace_model
+from precgraph.cli.model import MODEL, SPEC_HELP, Backend, load_recipe, trace_model
 from precgraph.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def show(
     style: Annotated[str, typer.Option("--format", help="text, dot or json.")] = "text",
     layer: Annotated[int | None, typer.Option(help="Show this layer only.", show_default=False)] = None,
     unfold: Annotated[bool, typer.Option("--all", help="Show every layer, alike or not.")] = False,
-    backend: Annotated[str, typer.Option(help="Backend to lower for.")] = "auto",
+    backend: Backend = "auto",
 ) -> None:
     """Print the graph of a program: a node a line, with its precision. Layers that are alike are shown once."""
     choose("--mode", mode, ("train", "infer"))

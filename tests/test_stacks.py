@@ -571,6 +571,11 @@ def test_every_code_answers() -> None:
     unexplained = {k for k in RULES if k not in WHY or not WHY[k].why or not WHY[k].example}
     assert not unexplained
     assert run("rule", "scale rule").exit_code == 0
+    several = json.loads(run("rule", "scale", "--json").stdout)["rules"]
+    assert [r["name"] for r in several] == [n for c in codes if "scale" in (n := c.partition(" ")[2])]
+    words = run("rule", "scale").stdout
+    assert len(several) > 3 and all(f"{r['code']} {r['name']}" in words for r in several)
+    assert json.loads(run("rule", "granul", "--json").stdout)["code"] == "PG101"
     assert "did you mean PG103?" in run("rule", "PG1103").stderr
     assert len(json.loads(run("rule", "--json").stdout)["rules"]) == len(RULES)
 

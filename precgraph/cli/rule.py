@@ -36,27 +36,28 @@ def rule(
                 typer.echo(f"{entry['code']}  {entry['name']}: {entry['what']}")
         return
     wanted = code.strip().upper()
-    found = next((e for e in entries.values() if wanted in _names(e)), None)
-    if found is None and wanted.startswith("AU"):
+    found = [e for e in entries.values() if wanted in _names(e)]
+    found = found or [e for e in entries.values() if wanted and wanted in e["name"].upper()]
+    if not found and wanted.startswith("AU"):
         raise InputError(
             f"{code!r} is a verdict of `precgraph audit`, not a rule of `check`",
             remedy="its report says what was measured and what to do; docs/checkpoints.md has the table of AU codes",
         )
-    if found is None:
-        near = [f"{e['code']} {e['name']}" for e in entries.values() if wanted in e["name"].upper()]
-        near += difflib.get_close_matches(wanted, [e["code"] for e in entries.values()], n=1)
-        hint = f", did you mean {' or '.join(near[:3])}?" if near and wanted else ""
+    if not found:
+        near = difflib.get_close_matches(wanted, [e["code"] for e in entries.values()], n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
         raise InputError(f"no rule has the code {code!r}{hint}", remedy="precgraph rule lists them all")
     if as_json:
-        write_json({"schema": 1, **found})
+        write_json({"schema": 1, **found[0]} if len(found) == 1 else {"schema": 1, "rules": found})
         return
     from rich.markup import escape
 
     out = console()
-    out.print(f"[bold]{found['code']} {found['name']}[/]")
-    for title in ("what", "why", "effect", "example", "remedy"):
-        if found[title]:
-            out.print(f"[bold]{title:<8}[/] {escape(found[title])}", highlight=False)
+    for entry in found:
+        out.print(f"[bold]{entry['code']} {entry['name']}[/]")
+        for title in ("what", "why", "effect", "example", "remedy"):
+            if entry[title]:
+                out.print(f"[bold]{title:<8}[/] {escape(entry[title])}", highlight=False)
 
 
 def _names(entry: dict[str, str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import fnmatch
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -248,7 +248,7 @@ class Recipe:
         paths = list(modules)
         for pattern in self.select.skip:
             if not any(matches(pattern, m) for m in paths):
-                raise RecipeError(f"select.skip pattern {pattern!r} matches no linear layer{_nearest(pattern, paths)}")
+                raise RecipeError(f"select.skip pattern {pattern!r} matches no linear layer{_meant(pattern, paths)}")
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -265,6 +265,18 @@ def _choice(key: str, value: str, allowed: Iterable[str]) -> None:
 def _nearest(word: str, words: Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _meant(pattern: str, paths: Sequence[str]) -> str:
+    """The pattern in full, if it names a part of a path (``mlp``); else a path that looks like it."""
+    words = pattern.split(".")
+    for parts in (path.split(".") for path in paths):
+        for i in range(len(parts) - len(words) + 1):
+            if all(fnmatch.fnmatchcase(p, w) for p, w in zip(parts[i:], words, strict=False)):
+                before = ["*" if p.isdigit() else p for p in parts[:i]]
+                full = ".".join([*before, *words, *"*" * (len(parts) - i - len(words))])
+                return f"; did you mean {full!r}?"
+    return _nearest(pattern, paths)
 
 
 def _dump(rule: Any) -> dict[str, Any]:

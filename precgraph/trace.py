@@ -174,6 +174,9 @@ def _quiet(model: nn.Module) -> Iterator[None]:
 
 def require_supported(model: nn.Module) -> None:
     """UnsupportedModelError, with the module path and what to do, for what has no exact program."""
+    config = getattr(model, "config", None)
+    if config is not None:
+        _require_config(config)
     for path, module in model.named_modules():
         name = type(module).__name__
         if isinstance(module, nn.Dropout) and module.p > 0:
@@ -182,9 +185,6 @@ def require_supported(model: nn.Module) -> None:
             raise UnsupportedModelError(f"module {path!r} is a LoRA layer; merge it first (merge_and_unload)")
         if hasattr(module, "base_layer"):
             raise UnsupportedModelError(f"module {path!r} ({name}) wraps another layer; unwrap the adapter first")
-    config = getattr(model, "config", None)
-    if config is not None:
-        _require_config(config)
     for path, parameter in model.named_parameters():
         if parameter.dtype != torch.bfloat16:
             raise UnsupportedModelError(
@@ -202,11 +202,10 @@ def require_supported(model: nn.Module) -> None:
 
 
 def _require_config(config: Any) -> None:
-    for key in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
-        if getattr(config, key, 0):
-            raise UnsupportedModelError(
-                f"config.{key} = {getattr(config, key)}; set it to 0: dropout has no exact rollout"
-            )
+    keys = ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop")
+    if dropping := [f"config.{key} = {getattr(config, key)}" for key in keys if getattr(config, key, 0)]:
+        them = "it" if len(dropping) == 1 else "them"
+        raise UnsupportedModelError(f"{', '.join(dropping)}; set {them} to 0: dropout has no exact rollout")
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kinds = [r.get("rope_type", r.get("type")) for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))]
     for kind in ("dynamic", "longrope"):

@@ -17,6 +17,7 @@ import pytest
 import torch
 import typer
 from torch import Tensor, nn
+from transformers import GPT2Config
 from typer.testing import CliRunner, Result
 
 import precgraph
@@ -335,6 +336,20 @@ def test_a_pattern_that_matches_nothing(llama: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("pattern", "full"),
+    [
+        ("mlp", "model.layers.*.mlp.*"), ("down_proj", "model.layers.*.mlp.down_proj"),
+        ("layers.1", "model.layers.1.*.*"), ("self_attn.?_proj", "model.layers.*.self_attn.?_proj"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_names_a_part_is_spelled_out(llama: Path, tmp_path: Path, pattern: str, full: str) -> None:
+    """And what is suggested matches."""
+    parts = recipe_file(tmp_path, select__skip=[pattern])
+    assert_error(run("check", llama, "--train", parts), f"matches no linear layer; did you mean {full!r}?")
+    assert run("check", llama, "--train", recipe_file(tmp_path, select__skip=[full])).exit_code == 1
+
+
 def test_show_counts_what_the_backward_keeps(llama: Path) -> None:
     """A layer by hand: two norms' inputs, q, k, v, attention's output and log-sum-exps, gate and up."""
     data = json.loads(run("show", llama, "--format", "json").stdout)
@@ -366,6 +381,10 @@ def test_a_dropout_that_has_no_exact_rollout(tmp_path: Path) -> None:
     data = config_json("llama", attention_dropout=0.1)
     (tmp_path / "config.json").write_text(json.dumps(data))
     assert_error(run("check", tmp_path), "attention_dropout = 0.1", "set it to 0")
+    GPT2Config(n_embd=64, n_layer=1, n_head=2, attn_pdrop=0.0, architectures=["GPT2LMHeadModel"]).save_pretrained(
+        tmp_path
+    )
+    assert_error(run("check", tmp_path), "config.resid_pdrop = 0.1, config.embd_pdrop = 0.1; set them to 0")
 
 
 def test_a_bug_is_no_verdict(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """The Triton backend's records: which nodes its kernels serve, alone and in fusion groups.
 
-Numerics ids are those of the reference where a test has shown the same bits. What has an id of its own: the FP8 GEMM,
-and the gradients of norm weights, which are summed over tokens in another order. ``aten.rope_backward`` is equal but
-for the sign of a zero: autograd adds the zeros of the other half to every gradient, and -0 + 0 is +0.
+Numerics ids are those of the reference where a test has shown the same bits. What has an id of its own: the GEMMs, the
+gradients of norm weights, which are summed over tokens in another order, and ``triton.rope_backward``, which differs
+from ``aten.rope_backward`` in the sign of a zero: autograd adds the zeros of the other half to every gradient, and
+-0 + 0 is +0.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ register(
     _kernel("rms_norm_backward", norm.rms_norm_backward, "triton.rms_norm_backward", _norms, row_invariant=False),
     _kernel("rope", rope.rope, "aten.rope", _rotates("bfloat16")),
     _kernel("rope", _wide(rope.rope), "reference.rope.fp32", _rotates("float32")),
-    _kernel("rope_backward", rope.rope_backward, "aten.rope_backward", _rotates("bfloat16")),
+    _kernel("rope_backward", rope.rope_backward, "triton.rope_backward", _rotates("bfloat16")),
     _kernel("rope_backward", _wide(rope.rope_backward), "reference.rope_backward.fp32", _rotates("float32")),
     _kernel("gated", gated.gated, "reference.gated.composed", _gates),
     _kernel("gated_backward", gated.gated_backward, "reference.gated_backward.composed", _gates),

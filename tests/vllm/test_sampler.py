@@ -95,6 +95,41 @@ def test_every_version_of_the_weights_that_a_request_ran_on() -> None:
     assert played.take("A", "B", "C") == {"A": ({1, 2}, {}), "B": ({2, 3}, {}), "C": ({3}, {})}
 
 
+def test_records_that_nobody_asks_for_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of those whose requests have ended; never one that runs, or that was announced."""
+    from precgraph.runtime.vllm import sampler
+
+    monkeypatch.setattr(sampler, "UNREAD", 4)
+    played, said = Played(), []
+    monkeypatch.setattr(sampler._log, "warning", lambda text, *args: said.append(text % args))
+    mine = [f"mine {i}" for i in range(9)]
+    played.sampler.expect(mine)
+    played.begin("long", "L", top_p=0.5)
+    for i, record in enumerate([*mine, *"ABCDEFG"]):
+        played.begin(f"short {i}", record, top_p=0.5)
+        played.step(logits(i, 2))
+        del played.runner.requests[f"short {i}"]
+        assert len(played.sampler._records) <= len(mine) + 1 + 5
+    assert said == ["precgraph: 3 records of requests were never asked for, and are dropped"]
+    assert sorted(played.take(*"ABCDEFG")) == ["D", "E", "F", "G"]
+    assert len(played.take("L")["L"][1]) == 16
+    found = played.take(*mine)
+    assert sorted(found) == mine and all(len(masses) == 1 for _, masses in found.values())
+
+
+def test_masses_that_nobody_asks_for_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from precgraph.runtime.vllm import sampler
+
+    monkeypatch.setattr(sampler, "PENDING", 4)
+    played = Played()
+    played.begin("a", "A", top_p=0.5)
+    steps = [logits(i, 1) for i in range(11)]
+    for x in steps:
+        played.step(x)
+        assert len(played.sampler._unread) < 4
+    assert played.take("A") == {"A": ({1}, {i: kept(x[0], SamplingParams(top_p=0.5)) for i, x in enumerate(steps)})}
+
+
 @pytest.mark.parametrize("own", [{SEED: "1"}, {SEED: -1}, {SEED: 2**63}, {SEED: [1]}, {RECORD: 3}, {RECORD: ["a"]}])
 def test_arguments_of_ours_of_another_kind_are_refused(own: dict[str, Any]) -> None:
     """They may come over HTTP, as vllm_xargs; the engine would die of them."""

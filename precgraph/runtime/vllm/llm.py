@@ -129,14 +129,16 @@ class LLM:
         prompts = [prompt_ids(f"prompt {i}", p, self.vocabulary) for i, p in enumerate(prompt_token_ids)]
         self._require_room(prompts)
         asked = [_request(p) for p in each]
+        names = [p.extra_args.get(RECORD) for p in asked]
+        cut = [name for name in names if name is not None]
+        if cut:
+            self._call("precgraph_expect", cut)
         version = self._served
         try:
             outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=progress)
         except PrecGraphError as error:
             self._broken = f"a step failed: {error}"
             raise
-        names = [p.extra_args.get(RECORD) for p in asked]
-        cut = [name for name in names if name is not None]
         records = self._call("precgraph_take", cut)[0]["records"] if cut else {}
         if self._version() != version:
             raise StaleWeightsError("the weights changed during generate()", remedy="call sync() between calls")

@@ -16,12 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.logger import init_logger
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from precgraph.errors import InputError
 from precgraph.runtime.logprobs import chosen_logprobs
 from precgraph.runtime.sampling import MAX_SEED, Rows, Sampled, SamplingParams, sample
 from precgraph.runtime.vllm.params import of_vllm, own_args
+
+UNREAD = 1024  # records of ended requests that wait for who may never ask: a client with a name of its own, for one
+PENDING = 4096  # steps whose kept masses stay on the device
+_log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,8 @@ class ExactSampler(nn.Module):
 
     ``version`` is asked at each step for that of the weights.
 
-    On a GPU nothing here waits for the device, so that vLLM may schedule the next step meanwhile.
+    On a GPU nothing here waits for the device, so that vLLM may schedule the next step meanwhile; but for kept masses
+    that nobody asked for in ``PENDING`` steps.
     """
 
     def __init__(self, inner: nn.Module, runner: Any, seed: int, version: Callable[[], int]) -> None:
@@ -78,6 +84,7 @@ class ExactSampler(nn.Module):
         self._requests: dict[str, _Request] = {}
         self._batch: _Batch | None = None
         self._records: dict[str, Record] = {}
+        self._expected: set[str] = set()
         self._unread: list[tuple[list[tuple[Record, int, int]], Tensor]] = []  # record, token's index, row
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> SamplerOutput:
@@ -109,14 +116,36 @@ class ExactSampler(nn.Module):
         rows = Rows.of(params, logits.device)
         _logprobs(logits[:2], sample(logits[:2].float(), rows, [0.5] * len(params)), rows, 1)
 
+    def expect(self, names: list[str]) -> None:
+        """Keep the records of these names until they are taken, however many; of others, ``UNREAD``. In place of those
+        that were expected before."""
+        self._expected = set(names)
+
     def take(self, names: list[str]) -> dict[str, Record]:
         """The records of requests that have ended, as far as there are any; then they are forgotten."""
+        self._read()
+        self._expected.difference_update(names)
+        return {name: self._records.pop(name) for name in names if name in self._records}
+
+    def _read(self) -> None:
         for places, kept in self._unread:
             masses = kept.tolist()
             for record, index, row in places:  # a prefill that is not finished draws too; what counts comes last
                 record.kept_mass[index] = masses[row]
         self._unread.clear()
-        return {name: self._records.pop(name) for name in names if name in self._records}
+
+    def _drop(self) -> None:
+        """Forget the oldest records of requests that have ended, if too many wait."""
+        if len(self._records) - len(self._expected) <= UNREAD:
+            return
+        running = {id(state.record) for state in self._requests.values()}
+        ended = [n for n, r in self._records.items() if n not in self._expected and id(r) not in running]
+        if len(ended) > UNREAD:
+            self._read()
+            dropped = ended[: len(ended) - UNREAD // 2]  # many at a time: reading waits for the device
+            for name in dropped:
+                del self._records[name]
+            _log.warning("precgraph: %d records of requests were never asked for, and are dropped", len(dropped))
 
     def _batch_of(self, names: list[str], runner: Any, device: torch.device) -> _Batch:
         version = self._weights_version()
@@ -140,11 +169,14 @@ class ExactSampler(nn.Module):
             state = self._requests[name] = _Request(of_vllm(params), generator, noted)
             for gone in [n for n in self._requests if n not in runner.requests]:
                 del self._requests[gone]
+            self._drop()
         return state
 
     def _record(self, batch: _Batch, indices: list[int], drawn: Sampled) -> None:
         if batch.recorded:
             self._unread.append(([(record, indices[row], row) for row, record in batch.recorded], drawn.kept_mass))
+            if len(self._unread) >= PENDING:
+                self._read()
 
 
 def _logprobs(logits: Tensor, drawn: Sampled, rows: Rows, count: int) -> LogprobsTensors:

@@ -132,6 +132,11 @@ class ExactWorker:
             self._receiver.abort()
 
     @replies
+    def precgraph_expect(self, records: list[str]) -> None:
+        """These records will be taken, when the last of their requests has ended."""
+        self.model_runner.sampler.expect(records)
+
+    @replies
     def precgraph_take(self, records: list[str]) -> dict[str, Any]:
         """``digest`` of the program, and by their names the records of requests that have ended."""
         sampler: ExactSampler = self.model_runner.sampler

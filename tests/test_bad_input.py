@@ -28,7 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Masters in several files and their export; tests damage copies."""
     folder = tmp_path_factory.mktemp("whole")
     causal_lm("llama").save_pretrained(folder / "masters", max_shard_size="500KB")
-    export(folder / "masters", Recipe.jet_rl(), folder / "fp8")
+    export(folder / "masters", folder / "fp8", Recipe.jet_rl())
     return folder
 
 

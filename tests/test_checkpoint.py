@@ -39,7 +39,7 @@ def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Masters and their export, which tests copy and must leave as they are."""
     folder = tmp_path_factory.mktemp("llama")
-    export(saved(folder), Recipe.jet_rl(), folder / "fp8")
+    export(saved(folder), folder / "fp8", Recipe.jet_rl())
     return folder
 
 
@@ -65,7 +65,7 @@ def assert_same(q: QTensor, wanted: QTensor) -> None:
 @pytest.mark.parametrize("name", CAUSAL_LMS)
 def test_reading_back_gives_the_bytes_of_the_quantiser(name: str, tmp_path: Path) -> None:
     model = causal_lm(name)
-    export(model, Recipe.jet_rl(), tmp_path / "fp8")
+    export(model, tmp_path / "fp8", Recipe.jet_rl())
     masters = dict(model.named_parameters())
     read = dict(Fp8Checkpoint(tmp_path / "fp8").items())
     assert read.keys() == masters.keys()
@@ -83,7 +83,7 @@ def test_the_trainers_weights_are_what_is_exported(tmp_path: Path) -> None:
         for p in actor.parameters():
             p.mul_(1.0 + 2**-5)
     actor.sync()
-    export(actor, Recipe.jet_rl(), tmp_path / "fp8")
+    export(actor, tmp_path / "fp8", Recipe.jet_rl())
     checkpoint = Fp8Checkpoint(tmp_path / "fp8")
     assert checkpoint.config["architectures"] == ["LlamaForCausalLM"]
     seen = 0
@@ -94,6 +94,17 @@ def test_the_trainers_weights_are_what_is_exported(tmp_path: Path) -> None:
             assert torch.equal(read.scales, wanted["scales"])
             seen += 1
     assert seen == len(checkpoint.weights) == 14
+
+
+def test_without_a_recipe_it_is_the_one_that_the_model_was_compiled_with(tmp_path: Path) -> None:
+    own = replace(Recipe.jet_rl(), select=SelectRule(skip=("model.layers.1.mlp.down_proj",)))
+    for name, model, recipe in (
+        ("own", precgraph.compile(causal_lm("llama"), "train", own), own),
+        ("plain", causal_lm("llama"), Recipe.jet_rl()),
+    ):
+        export(model, tmp_path / name)
+        assert Recipe.load(tmp_path / name / "precgraph_recipe.toml") == recipe
+        assert len(Fp8Checkpoint(tmp_path / name).weights) == 14 - len(recipe.select.skip)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 128), (129, 127), (300, 4500), (192, 576)])
@@ -112,7 +123,7 @@ def test_sharded_fp32_masters_make_the_same_checkpoint(tmp_path: Path, llama: Pa
     masters = tmp_path / "masters"
     causal_lm("llama").float().save_pretrained(masters, max_shard_size="500KB")
     (masters / "tokenizer.json").write_text("{}")
-    done = export(masters, Recipe.jet_rl(), tmp_path / "fp8")
+    done = export(masters, tmp_path / "fp8", Recipe.jet_rl())
     one, many = Fp8Checkpoint(llama / "fp8"), Fp8Checkpoint(tmp_path / "fp8")
     assert done.shards == len(many.shards) > 1
     assert (tmp_path / "fp8" / "tokenizer.json").read_text() == "{}"
@@ -143,7 +154,7 @@ def test_layout_is_hugging_faces(llama: Path) -> None:
 def test_what_the_recipe_leaves_out_stays_and_is_listed(tmp_path: Path) -> None:
     recipe = replace(Recipe.jet_rl(), select=SelectRule(skip=("model.layers.1.mlp.down_proj",)))
     model = causal_lm("llama")
-    export(model, recipe, tmp_path / "fp8")
+    export(model, tmp_path / "fp8", recipe)
     checkpoint = Fp8Checkpoint(tmp_path / "fp8")
     assert checkpoint.quantization.skip == ("lm_head", "model.layers.1.mlp.down_proj")
     kept = checkpoint.read("model.layers.1.mlp.down_proj.weight")
@@ -166,7 +177,7 @@ def test_a_skip_list_that_stock_loaders_would_misread_is_refused() -> None:
 def test_transformers_loads_it(name: str, tmp_path: Path) -> None:
     """On a CPU transformers multiplies codes by scales and rounds to its dtype. Widths here are whole blocks or one."""
     model = causal_lm(name, hidden_size=256, intermediate_size=384)
-    export(model, Recipe.jet_rl(), tmp_path / "fp8")
+    export(model, tmp_path / "fp8", Recipe.jet_rl())
     parsed = FineGrainedFP8Config.from_dict(Checkpoint(tmp_path / "fp8").config["quantization_config"])
     assert list(parsed.weight_block_size) == [128, 128] and parsed.activation_scheme == "dynamic"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16)
@@ -270,20 +281,20 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     with torch.no_grad():
         model.get_parameter(WEIGHT)[3, 5] = float("nan")
     with pytest.raises(NonFiniteError, match=WEIGHT):
-        export(model, Recipe.jet_rl(), tmp_path / "fp8")
+        export(model, tmp_path / "fp8", Recipe.jet_rl())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_exports_that_are_refused(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(InputError, match="exists already"):
-        export(llama / "masters", Recipe.jet_rl(), llama / "fp8")
+        export(llama / "masters", llama / "fp8", Recipe.jet_rl())
     with pytest.raises(UnsupportedModelError, match="stored quantised already"):
-        export(llama / "fp8", Recipe.jet_rl(), tmp_path / "again")
+        export(llama / "fp8", tmp_path / "again", Recipe.jet_rl())
     with pytest.raises(RecipeError, match="quantises no weights"):
-        export(llama / "masters", Recipe.bf16(), tmp_path / "plain")
+        export(llama / "masters", tmp_path / "plain", Recipe.bf16())
     with pytest.raises(InputError, match="has no weights here"):
         (tmp_path / "config.json").write_text(json.dumps(config_json("llama")))
-        export(tmp_path / "config.json", Recipe.jet_rl(), tmp_path / "c")
+        export(tmp_path / "config.json", tmp_path / "c", Recipe.jet_rl())
 
 
 def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
@@ -292,7 +303,7 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
     save_file(tensors, masters / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match="lm_head.weight: is tied to 'model.embed_tokens.weight'"):
-        export(masters, Recipe.jet_rl(), tmp_path / "fp8")
+        export(masters, tmp_path / "fp8", Recipe.jet_rl())
 
 
 def test_the_command(tmp_path: Path, llama: Path) -> None:
@@ -312,5 +323,5 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(sys.modules["precgraph.checkpoint.export"], "save_file", fail)
     with pytest.raises(InputError, match="cannot be written.*No space left"):
-        export(causal_lm("llama"), Recipe.jet_rl(), tmp_path / "fp8")
+        export(causal_lm("llama"), tmp_path / "fp8", Recipe.jet_rl())
     assert not list(tmp_path.iterdir())

@@ -49,7 +49,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A family, and a directory with its masters (in two files and more) and their export."""
     folder = tmp_path_factory.mktemp(request.param)
     lm(request.param).save_pretrained(folder / "masters", max_shard_size="600KB")
-    export(folder / "masters", Recipe.jet_rl(), folder / "fp8")
+    export(folder / "masters", folder / "fp8", Recipe.jet_rl())
     return request.param, folder
 
 
@@ -104,7 +104,7 @@ def test_memory_and_files_give_the_same_bytes(made: tuple[str, Path], tmp_path: 
     """From a compiled model too, whose packs hold the same codes."""
     family, folder = made
     actor = precgraph.compile(lm(family), "train")
-    export(actor, Recipe.jet_rl(), tmp_path / "fp8")
+    export(actor, tmp_path / "fp8", Recipe.jet_rl())
     one, other = Fp8Checkpoint(tmp_path / "fp8"), Fp8Checkpoint(folder / "fp8")
     assert one.entries.keys() == other.entries.keys()
     for name in one:
@@ -124,7 +124,7 @@ def test_transformers_loads_it(made: tuple[str, Path], tmp_path: Path) -> None:
     """On a CPU it dequantises. Hidden sizes of whole blocks: it takes the size of a block to be rows / blocks."""
     family, _ = made
     model = causal_lm(family, hidden_size=128, **WIDTHS[family], **_WHOLE.get(family, {}))
-    export(model, Recipe.jet_rl(), tmp_path / "fp8")
+    export(model, tmp_path / "fp8", Recipe.jet_rl())
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.bfloat16).state_dict()
     read, parts = dict(Fp8Checkpoint(tmp_path / "fp8").items()), layout(model)
     assert loaded.keys() == model.state_dict().keys()
@@ -228,7 +228,7 @@ def test_left_out_experts_stay_and_are_listed(tmp_path: Path) -> None:
     model = causal_lm("qwen3_moe")  # 96 wide: they could not be exported in FP8
     names = ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj")
     recipe = replace(Recipe.jet_rl(), select=SelectRule(skip=names))
-    export(model, recipe, tmp_path / "fp8")
+    export(model, tmp_path / "fp8", recipe)
     checkpoint = Fp8Checkpoint(tmp_path / "fp8")
     assert "model.layers.0.mlp.experts" in checkpoint.quantization.skip
     assert checkpoint.entries["model.layers.0.mlp.experts.17.up_proj.weight"].dtype == "BF16"
@@ -257,14 +257,14 @@ def test_a_routers_pattern_hits_neither_experts_nor_dense_layers(made: tuple[str
 
 def test_experts_that_share_a_block_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"experts.0.up_proj.weight: its 96 rows share a block of 128"):
-        export(causal_lm("qwen3_moe"), Recipe.jet_rl(), tmp_path / "fp8")
+        export(causal_lm("qwen3_moe"), tmp_path / "fp8", Recipe.jet_rl())
     assert not list(tmp_path.iterdir())
 
 
 def test_experts_that_are_left_out_in_part_are_refused(tmp_path: Path) -> None:
     recipe = replace(Recipe.jet_rl(), select=SelectRule(skip=("model.layers.0.mlp.experts.down_proj",)))
     with pytest.raises(RecipeError, match="model.layers.0.mlp.experts: the recipe quantises some linears"):
-        export(lm("qwen3_moe"), recipe, tmp_path / "fp8")
+        export(lm("qwen3_moe"), tmp_path / "fp8", recipe)
 
 
 def test_a_routers_bias_keeps_its_dtype(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_a_routers_bias_keeps_its_dtype(tmp_path: Path) -> None:
     bias = torch.linspace(0.1, 0.9, 16)
     model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = bias
     model.save_pretrained(tmp_path / "masters")
-    export(tmp_path / "masters", Recipe.jet_rl(), tmp_path / "fp8")
+    export(tmp_path / "masters", tmp_path / "fp8", Recipe.jet_rl())
     assert torch.equal(Fp8Checkpoint(tmp_path / "fp8").read(name), bias)
     assert outcome(tmp_path, tmp_path / "fp8", select(load_config_model(tmp_path / "masters"), Recipe.jet_rl())).ok
 
@@ -284,5 +284,5 @@ def test_layers_that_transformers_does_not_read_are_left_out(tmp_path: Path) -> 
     lm("deepseek_v3").save_pretrained(tmp_path / "masters")
     file = tmp_path / "masters" / "model.safetensors"
     save_file({**load_file(file), "model.layers.61.eh_proj.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
-    export(tmp_path / "masters", Recipe.jet_rl(), tmp_path / "fp8")
+    export(tmp_path / "masters", tmp_path / "fp8", Recipe.jet_rl())
     assert not [n for n in Fp8Checkpoint(tmp_path / "fp8") if ".61." in n]

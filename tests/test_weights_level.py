@@ -60,7 +60,7 @@ def masters(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(masters: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported") / "fp8"
-    export(masters, Recipe.jet_rl(), folder)
+    export(masters, folder, Recipe.jet_rl())
     return folder
 
 
@@ -331,7 +331,7 @@ def test_a_stack_may_be_the_training_side(masters: Path, tmp_path: Path) -> None
     """What DeepGEMM's casts would make is consistent with that stack, and not with the default recipe."""
     recipe = Recipe.jet_rl()
     weight = rule(amax_floor=1e-4, divide="reciprocal")
-    export(masters, replace(recipe, linear=replace(recipe.linear, weight=weight)), tmp_path / "fp8")
+    export(masters, tmp_path / "fp8", replace(recipe, linear=replace(recipe.linear, weight=weight)))
 
     def run(train: str) -> Any:
         return CliRunner().invoke(
@@ -352,7 +352,7 @@ def test_every_fault_in_smollm2(smollm2: PreTrainedModel, tmp_path: Path) -> Non
     save_file(state, masters / "model.safetensors")
     plain = {k: v for k, v in smollm2.config.to_dict().items() if k != "quantization_config"}
     (masters / "config.json").write_text(json.dumps({**plain, "architectures": ["LlamaForCausalLM"]}))
-    export(masters, Recipe.jet_rl(), tmp_path / "fp8")
+    export(masters, tmp_path / "fp8", Recipe.jet_rl())
     wanted: set[tuple[str, str]] = set()
     plants = []
     for layer, name in enumerate(n for n in FAULTS if n not in NOT_IN_BF16):
@@ -432,7 +432,7 @@ def test_what_a_checkpoints_own_config_describes_is_compared_too(
 def test_masters_in_a_gguf(tmp_path: Path) -> None:
     """Its own export has every byte; one code more is found, and where."""
     small_gguf(tmp_path / "tiny.gguf")
-    export(load_model(tmp_path / "tiny.gguf"), Recipe.jet_rl(), tmp_path / "fp8")  # its tokenizer is no real one
+    export(load_model(tmp_path / "tiny.gguf"), tmp_path / "fp8", Recipe.jet_rl())  # its tokenizer is no real one
     arguments = ["check", str(tmp_path / "tiny.gguf"), "--level", "weights", "--infer", str(tmp_path / "fp8"), "--json"]
     fine = CliRunner().invoke(app, arguments)
     assert fine.exit_code == 0, fine.output

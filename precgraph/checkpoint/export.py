@@ -50,11 +50,16 @@ class Exported:
 
 
 def export(
-    model: str | Path | PreTrainedModel, recipe: Recipe, output: str | Path, step: Step = lambda _: None
+    model: str | Path | PreTrainedModel,
+    output: str | Path,
+    recipe: Recipe | None = None,
+    step: Step = lambda _: None,
 ) -> Exported:
     """Write ``model`` (a checkpoint's directory, a .gguf, or a model in memory) to the new directory ``output``.
 
-    Weights of the layers that ``recipe`` quantises become E4M3 ``X.weight`` [N, K] and fp32 ``X.weight_scale_inv``
+    Without ``recipe``: the one that the model was compiled with, or :meth:`Recipe.jet_rl` if it was not.
+
+    Weights of the layers that the recipe quantises become E4M3 ``X.weight`` [N, K] and fp32 ``X.weight_scale_inv``
     [ceil(N/r), ceil(K/c)], the bytes of the training forward; all else keeps the model's dtype. One shard of the
     source becomes one of the result and only one is in memory. The directory appears whole or not at all.
 
@@ -65,6 +70,9 @@ def export(
     final = Path(output).expanduser()
     if final.exists():
         raise InputError("exists already", path=str(final), remedy="name a directory that does not exist")
+    if recipe is None:
+        compiled = getattr(model, "precgraph", None)
+        recipe = Recipe.jet_rl() if compiled is None else compiled.recipe
     step("reading the model")
     source = _from_model(model) if isinstance(model, PreTrainedModel) else _from_path(model, step)
     step("asking the recipe which layers are quantised")

@@ -26,7 +26,7 @@ def export(
         step("starting torch")
         from precgraph.checkpoint import export as write
 
-        done = write(model, rules, output, step)
+        done = write(model, output, rules, step)
     if as_json:
         write_json({
             "schema": 1, "model": model, "recipe": rules.to_dict(), "folder": str(done.folder),

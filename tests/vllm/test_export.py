@@ -36,7 +36,7 @@ def test_an_export_is_served_and_rescored_to_zero(
 ) -> None:
     """The trainer's own weights are bf16 masters; the engine has seen nothing but codes and scales."""
     actor = precgraph.compile(causal_lm(family, **FAMILIES[family]), "train")
-    export(actor, Recipe.jet_rl(), tmp_path / "fp8")
+    export(actor, tmp_path / "fp8", Recipe.jet_rl())
     checkpoint = Fp8Checkpoint(tmp_path / "fp8")
     llm = start(tmp_path / "fp8", digest=actor.precgraph.graph.digest())
     samples = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0.7))
@@ -59,7 +59,7 @@ def test_an_export_is_served_and_rescored_to_zero(
 def test_changed_codes_are_what_is_served(start: Callable[..., Any], prompts: list[list[int]], tmp_path: Path) -> None:
     """Nothing is quantised again on the way: a checkpoint with one other scale gives other log-probabilities."""
     actor = precgraph.compile(causal_lm("llama"), "train")
-    export(actor, Recipe.jet_rl(), tmp_path / "fp8")
+    export(actor, tmp_path / "fp8", Recipe.jet_rl())
     file = tmp_path / "fp8" / "model.safetensors"
     tensors = load_file(file)
     tensors["model.layers.0.mlp.up_proj.weight_scale_inv"] *= 2
@@ -73,7 +73,7 @@ def test_changed_codes_are_what_is_served(start: Callable[..., Any], prompts: li
 @pytest.mark.parametrize("fault", ["recipe", "block", "scale", "missing"])
 def test_exports_that_do_not_fit_are_refused(fault: str, start: Callable[..., Any], tmp_path: Path) -> None:
     down = "model.layers.1.mlp.down_proj"
-    export(causal_lm("llama"), Recipe.jet_rl(), tmp_path / "fp8")
+    export(causal_lm("llama"), tmp_path / "fp8", Recipe.jet_rl())
     folder, recipe, words = tmp_path / "fp8", Recipe.jet_rl(), ""
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
@@ -101,7 +101,7 @@ def test_exports_that_do_not_fit_are_refused(fault: str, start: Callable[..., An
 def test_smollm2(smollm2: PreTrainedModel, start: Callable[..., Any], tmp_path: Path) -> None:
     """Real weights of 576 and 192 rows, from the FP8 checkpoint alone."""
     actor = precgraph.compile(smollm2, "train")
-    export(actor, Recipe.jet_rl(), tmp_path / "fp8")
+    export(actor, tmp_path / "fp8", Recipe.jet_rl())
     llm = start(tmp_path / "fp8")
     samples = llm.generate([[1, 504, 253, 21], list(range(40, 70))], SamplingParams(max_tokens=8, temperature=0.7))
     assert largest_difference(actor, samples, 0.7) == 0.0
@@ -112,7 +112,7 @@ def test_the_plain_way_names_the_override_that_an_export_needs(tmp_path: Path) -
     """``vllm serve DIR`` with the architecture and the recipe alone; with the null it is an engine's configuration."""
     from vllm.engine.arg_utils import EngineArgs
 
-    export(causal_lm("llama"), Recipe.jet_rl(), tmp_path / "fp8")
+    export(causal_lm("llama"), tmp_path / "fp8", Recipe.jet_rl())
     overrides: dict[str, Any] = {"architectures": ["PrecGraphForCausalLM"], "precgraph": "jet_rl"}
 
     def configured(**more: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from precgraph.errors import InputError, NonFiniteError
-from precgraph.runtime.logprobs import MIN_TEMPERATURE, require_temperature
+from precgraph.runtime.logprobs import MAX_TEMPERATURE, MIN_TEMPERATURE, require_temperature
 from precgraph.runtime.sampling import Sampled, SamplingParams, sample
 
 PROBABILITIES = (0.6, 0.3, 0.1)
@@ -158,10 +159,13 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
 
 
 def test_what_can_be_sampled_can_be_scored() -> None:
-    require_temperature(SamplingParams(temperature=MIN_TEMPERATURE).temperature)
+    limits = re.escape(f"at least {MIN_TEMPERATURE} and at most {MAX_TEMPERATURE}")
+    for limit in (MIN_TEMPERATURE, MAX_TEMPERATURE):
+        require_temperature(SamplingParams(temperature=limit).temperature)
     for refused in (lambda t: SamplingParams(temperature=t), require_temperature):
-        with pytest.raises(InputError, match=f"at least {MIN_TEMPERATURE}"):
-            refused(MIN_TEMPERATURE * 0.99)
+        for outside in (MIN_TEMPERATURE * 0.99, MAX_TEMPERATURE * 1.01, math.inf, math.nan):
+            with pytest.raises(InputError, match=limits):
+                refused(outside)
 
 
 def test_logprobs_are_log_softmax_after_temperature() -> None:

@@ -12,6 +12,7 @@ from precgraph.errors import InputError
 from precgraph.runtime.inputs import require_values
 
 MIN_TEMPERATURE = 1e-5  # logits / temperature must not overflow; vLLM takes what is below it for greedy
+MAX_TEMPERATURE = 1e18  # the GPU's kernel divides exactly up to 2**90; all tokens are as likely long before
 
 
 @overload
@@ -27,9 +28,9 @@ def logprobs_from_logits(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``log_softmax(logits / temperature)`` at ``ids``, over the full vocabulary; differentiable.
 
-    ``logits [N, V]`` fp32, ``ids [N]``, ``temperature`` a positive number or ``[N]``; returns ``[N]`` fp32, and with
-    ``entropy`` also the distribution's entropy in nats ``[N]``. The bits of a row's log-probability do not depend on
-    the other rows; an entropy's last bits may.
+    ``logits [N, V]`` fp32, ``ids [N]``, ``temperature`` a number from 1e-5 to 1e18, or ``[N]`` of them; returns ``[N]``
+    fp32, and with ``entropy`` also the distribution's entropy in nats ``[N]``. The bits of a row's log-probability do
+    not depend on the other rows; an entropy's last bits may.
     """
     require_temperature(temperature)
     logits = logits.float()
@@ -54,7 +55,7 @@ def chosen_logprobs(logits: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
 
 
 def require_temperature(temperature: float | Tensor) -> None:
-    """InputError unless it is positive and finite, all of it; a tensor on a GPU is waited for."""
+    """InputError unless all of it lies between the limits above; a tensor on a GPU is waited for."""
     if isinstance(temperature, Tensor):
         require_values("temperature", temperature)
     try:
@@ -63,9 +64,9 @@ def require_temperature(temperature: float | Tensor) -> None:
         raise InputError(
             f"temperature must be a number that fp32 can hold, or a tensor of them, not {repr(temperature)[:40]}"
         ) from None
-    if not bool(((given >= MIN_TEMPERATURE) & given.isfinite()).all()):
+    if not bool(((given >= MIN_TEMPERATURE) & (given <= MAX_TEMPERATURE)).all()):
         raise InputError(
-            f"temperature must be positive, at least {MIN_TEMPERATURE}, and finite",
+            f"temperature must be at least {MIN_TEMPERATURE} and at most {MAX_TEMPERATURE}",
             remedy="greedy sampling is scored at temperature 1",
         )
 

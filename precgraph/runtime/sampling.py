@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from precgraph.errors import InputError, NonFiniteError
-from precgraph.runtime.logprobs import MIN_TEMPERATURE, chosen_logprobs
+from precgraph.runtime.logprobs import MAX_TEMPERATURE, MIN_TEMPERATURE, chosen_logprobs
 
 MAX_SEED = 2**63 - 1
 _ONE = 2.0**52  # probability 1 as an integer: sums of a distribution stay exact in int64 and in float64
@@ -44,8 +44,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
         _require(
-            _is_number(self.temperature) and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < math.inf),
-            "temperature", self.temperature, f"0 (greedy) or finite and at least {MIN_TEMPERATURE}",
+            _is_number(self.temperature)
+            and (self.temperature == 0 or MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE),
+            "temperature", self.temperature,
+            f"0 (greedy), or at least {MIN_TEMPERATURE} and at most {MAX_TEMPERATURE}",
         )  # fmt: skip
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
         _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer from 0 (0 keeps all tokens)")

@@ -31,8 +31,7 @@ class SampleFields:
     ``digest`` and the ``weights_version``.
 
     It refuses (status 400) what the answer has no place for, several sequences a request and streams, and temperatures
-    in whose place vLLM takes another, or that are too high to be scored; (503) an answer during which the weights
-    changed; (502) one of another form.
+    in whose place vLLM takes another; (503) an answer during which the weights changed; (502) one of another form.
     """
 
     def __init__(self, app: App) -> None:

@@ -1,0 +1,103 @@
+"""A server's weights are updated over HTTP: what docs/vllm.md says of the four calls, the salt and older keys."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+import precgraph
+from tests.families import VOCABULARY
+from tests.vllm.conftest import train_step
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_serve.py"
+PROMPT = [3 + i % 90 for i in range(300)]
+
+
+def post(address: str, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(address + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+@contextmanager
+def server(model: str, actor: Any, log: Path) -> Iterator[str]:
+    """vLLM's server with its development endpoints."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    overrides = {"architectures": ["PrecGraphForCausalLM"], "precgraph": actor.precgraph.recipe.to_dict()}
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
+        "--port", str(port), "--hf-overrides", json.dumps(overrides), "--dtype", "bfloat16", "--max-model-len", "512",
+        "--max-num-batched-tokens", "128", "--max-num-seqs", "8", "--generation-config", "vllm", "--enforce-eager",
+        "--kv-cache-memory-bytes", str(1 << 26), "--enable-prompt-tokens-details",
+    ]  # fmt: skip
+    environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env={**environment, "VLLM_SERVER_DEV_MODE": "1"}
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        runpy.run_path(str(EXAMPLE))["wait_for"](address, process, log)
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_an_update_and_what_ends_the_use_of_older_keys(checkpoint: Callable[..., Any], tmp_path: Path) -> None:
+    from precgraph.vllm import save_weights
+
+    model, folder = checkpoint("qwen3")
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(folder)
+    actor = precgraph.compile(model, "train")
+    with server(folder, actor, tmp_path / "log") as address:
+
+        def ask(**more: Any) -> tuple[int, float]:
+            """Tokens whose keys were found, and how far log-probabilities are from the trainer's."""
+            body = {"model": folder, "prompt": PROMPT, "max_tokens": 4, "temperature": 1.0, "seed": 1}
+            found = post(address, "/v1/completions", body | {"logprobs": 0, "return_token_ids": True} | more)
+            (choice,) = found["choices"]
+            ids = torch.tensor([PROMPT + choice["token_ids"]])
+            with torch.no_grad():
+                scores = precgraph.token_logprobs(actor, ids)
+            assert isinstance(scores, torch.Tensor)
+            wrong = scores[0, len(PROMPT) - 1 :] - torch.tensor(choice["logprobs"]["token_logprobs"])
+            return found["usage"]["prompt_tokens_details"]["cached_tokens"], float(wrong.abs().max())
+
+        def call(method: str, *arguments: Any) -> Any:
+            body = {"method": f"precgraph_{method}", "args": list(arguments)}
+            return post(address, "/collective_rpc", body)["results"][0]["value"]
+
+        assert ask() == (0, 0.0)
+        cached, wrong = ask()
+        assert cached > 200 and wrong == 0.0
+        train_step(actor, 1)
+        actor.sync()
+        manifest = save_weights(actor, tmp_path / "weights.safetensors")
+        call("begin", manifest.to_json())
+        call("update_file", str(tmp_path / "weights.safetensors"))
+        assert call("finish") == manifest.checksum
+        older, wrong = ask()
+        assert older == cached and wrong > 0.0, "older keys are used: the docs say so"
+        assert ask(cache_salt="v2") == (0, 0.0)
+        assert post(address, "/reset_prefix_cache", {}) == {"success": True}
+        assert ask() == (0, 0.0)
+        assert ask() == (cached, 0.0)

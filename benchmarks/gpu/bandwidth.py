@@ -152,14 +152,16 @@ def heads(T: int, H: int, D: int) -> Iterator[Case]:
 def logits(N: int, V: int) -> Iterator[Case]:
     n, shape = N * V, f"{N}x{V}"
     ids, grad = torch.randint(V, (N,), device="cuda"), torch.randn(N, device="cuda")
+    temperature = torch.full((N,), 0.7, device="cuda")
     state = torch.stack((torch.full((N,), 5.0), torch.full((N,), 8.0))).cuda()
 
     def z() -> Tensor:
         return torch.randn(N, V, device="cuda")
 
-    yield Case("logprobs", shape, n * 4, lambda: partial(logprobs.logprobs, z(), ids))
-    yield Case("logprobs entropy T=0.7", shape, n * 4, lambda: partial(logprobs.logprobs, z(), ids, 0.7, entropy=True))
-    yield Case("logprobs bwd", shape, n * 6, lambda: partial(logprobs.logprobs_backward, grad, z(), ids, state))
+    run, back = logprobs.logprobs, logprobs.logprobs_backward
+    yield Case("logprobs T=0.7", shape, n * 4, lambda: partial(run, z(), ids, temperature))
+    yield Case("logprobs entropy T=0.7", shape, n * 4, lambda: partial(run, z(), ids, temperature, entropy=True))
+    yield Case("logprobs bwd T=0.7", shape, n * 6, lambda: partial(back, grad, z(), ids, state, temperature))
 
 
 def cases() -> Iterator[Case]:

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.gpu
 VOCABULARIES = (151936, 50257, 100)
 
 
-def rule(logits: Tensor, ids: Tensor, temperature: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rule(logits: Tensor, ids: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The rule blocks4096, written with torch: (chosen, entropy, maximum, log of the sum)."""
-    z = logits if temperature is None else logits / temperature[:, None]
+    z = logits / temperature[:, None]
     blocks = F.pad(z, (0, -z.shape[1] % 4096), value=float("-inf")).unflatten(1, (-1, 4096))
     maxima = blocks.amax(-1)
     shift = torch.where(maxima == float("-inf"), 0.0, maxima)
@@ -48,7 +48,7 @@ def inputs(count: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
 def test_forward_and_backward(vocabulary: int, tempered: bool) -> None:
     for count in (1, 7, 129):
         logits, ids, divisor = inputs(count, vocabulary)
-        temperature = divisor if tempered else None
+        temperature = divisor if tempered else torch.ones_like(divisor)
         chosen, entropy, maximum, log_total = rule(logits, ids, temperature)
         mine = lp.logprobs(logits, ids, temperature, entropy=True)
         assert mine.entropy is not None
@@ -56,15 +56,14 @@ def test_forward_and_backward(vocabulary: int, tempered: bool) -> None:
         assert same_bits(mine.chosen, chosen) and same_bits(mine.entropy, entropy)
         assert same_bits(lp.logprobs(logits, ids, temperature).chosen, chosen)
 
-        z = logits if temperature is None else logits / temperature[:, None]
+        z = logits / temperature[:, None]
         p = (z - maximum[:, None] - log_total[:, None]).exp()
         logp = z - maximum[:, None] - log_total[:, None]
         grad, entropy_grad = torch.randn(2, count, device="cuda")
         one_hot = F.one_hot(ids, vocabulary).float()
         right = grad[:, None] * (one_hot - p)
         both = right - entropy_grad[:, None] * torch.where(p == 0, 0.0, p * (logp + entropy[:, None]))
-        if temperature is not None:
-            right, both = right / temperature[:, None], both / temperature[:, None]
+        right, both = right / temperature[:, None], both / temperature[:, None]
         assert same_bits(lp.logprobs_backward(grad, logits, ids, mine.normalizer, temperature), right.bfloat16())
         made = lp.logprobs_backward(
             grad, logits, ids, mine.normalizer, temperature, entropy=mine.entropy, entropy_grad=entropy_grad
@@ -106,9 +105,10 @@ def test_gradient_equals_autograd_of_float64() -> None:
     chosen, entropy = logp.gather(1, ids[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
     grad, entropy_grad = torch.randn(2, 7, device="cuda")
     (chosen * grad + entropy * entropy_grad).sum().backward()
-    mine = lp.logprobs(logits[1:], ids, 0.7, entropy=True)
+    temperature = torch.full((7,), 0.7, device="cuda")
+    mine = lp.logprobs(logits[1:], ids, temperature, entropy=True)
     made = lp.logprobs_backward(
-        grad, logits[1:], ids, mine.normalizer, 0.7, entropy=mine.entropy, entropy_grad=entropy_grad
+        grad, logits[1:], ids, mine.normalizer, temperature, entropy=mine.entropy, entropy_grad=entropy_grad
     )
     assert wide.grad is not None
     assert (made.double() - wide.grad).norm() < 3e-3 * wide.grad.norm()
@@ -118,4 +118,4 @@ def test_nan_logits_and_ids_outside_the_vocabulary_give_nan() -> None:
     logits, ids, _ = inputs(3, 50257)
     logits[1, 77] = float("nan")
     ids[2] = 50257
-    assert lp.logprobs(logits, ids).chosen.isnan().tolist() == [False, True, True]
+    assert lp.logprobs(logits, ids, torch.ones(3, device="cuda")).chosen.isnan().tolist() == [False, True, True]

@@ -1,5 +1,4 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
-# ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
 """Log-probabilities of chosen tokens from fp32 logits, over the full vocabulary; forward and backward.
 
 The rule ``blocks4096``: logits are divided by the temperature (a true division). The vocabulary is cut into blocks of
@@ -47,27 +46,35 @@ class LogProbs:
     normalizer: Tensor
 
 
-def logprobs(
-    logits: Tensor, ids: Tensor, temperature: float | Tensor | None = None, *, entropy: bool = False
-) -> LogProbs:
+def logprobs(logits: Tensor, ids: Tensor, temperature: Tensor, *, entropy: bool = False) -> LogProbs:
     """``log_softmax(logits / temperature)`` at ``ids``: ``logits [N, V]`` fp32, ``ids [N]`` int64.
 
-    ``temperature``: None for 1, a number, or ``[N]`` fp32; from 2**-26 to 2**90. Beside one, finite logits other than 0
-    lie between 2**-100 and 2**100 in magnitude: further quotients may be rounded otherwise. An id that is no token's
-    gives NaN.
+    ``temperature [N]`` fp32, from 2**-26 to 2**90. Finite logits other than 0 lie between 2**-100 and 2**100 in
+    magnitude: further quotients may be rounded otherwise. An id that is no token's gives NaN.
     """
-    divisor = _check(logits, ids, temperature)
+    _check(logits, ids, temperature)
     N, V = logits.shape
     blocks = ceil_div(V, VOCABULARY_BLOCK)
     partial = torch.empty(3 if entropy else 2, N, blocks, dtype=torch.float32, device=logits.device)
     _blocks_kernel[(N * blocks,)](
-        logits, divisor, partial, logits.stride(0), N, V, blocks, VOCABULARY_BLOCK, PIECE, entropy, num_warps=1, **EXACT
+        logits,
+        temperature,
+        partial,
+        logits.stride(0),
+        N,
+        V,
+        blocks,
+        VOCABULARY_BLOCK,
+        PIECE,
+        entropy,
+        num_warps=1,
+        **EXACT,
     )
     out = torch.empty(4 if entropy else 3, N, dtype=torch.float32, device=logits.device)
     _rows_kernel[(N,)](
         logits,
         ids,
-        divisor,
+        temperature,
         partial,
         out,
         logits.stride(0),
@@ -87,28 +94,25 @@ def logprobs_backward(
     logits: Tensor,
     ids: Tensor,
     normalizer: Tensor,
-    temperature: float | Tensor | None = None,
+    temperature: Tensor,
     *,
     entropy: Tensor | None = None,
     entropy_grad: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """``dlogits [N, V]`` bf16 from ``grad [N]`` of the chosen log-probabilities, and of the entropies if given.
 
     ``(grad * (chosen - p) - entropy_grad * (p * (log p + entropy))) / temperature`` in fp32, rounded once.
     """
-    divisor = _check(logits, ids, temperature)
+    _check(logits, ids, temperature)
     if (entropy is None) != (entropy_grad is None):
         raise InputError("the gradient of the entropies needs the entropies")
     N, V = logits.shape
-    out = torch.empty(N, V, dtype=torch.bfloat16, device=logits.device) if out is None else out
-    if out.shape != logits.shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
-        raise InputError(f"the gradient of {list(logits.shape)} logits goes to a contiguous bf16 buffer of that shape")
+    out = torch.empty(N, V, dtype=torch.bfloat16, device=logits.device)
     _backward_kernel[(N * ceil_div(V, VOCABULARY_BLOCK),)](
         grad.contiguous(),
         logits,
         ids,
-        divisor,
+        temperature,
         normalizer,
         entropy,
         None if entropy_grad is None else entropy_grad.contiguous(),
@@ -124,23 +128,22 @@ def logprobs_backward(
     return out
 
 
-def _check(logits: Tensor, ids: Tensor, temperature: float | Tensor | None) -> Tensor | None:
-    """Check a call; the temperatures as ``[N]`` fp32, or None for 1."""
-    require(logits, ids)
+def _check(logits: Tensor, ids: Tensor, temperature: Tensor) -> None:
+    require(logits, ids, temperature)
     if logits.dtype != torch.float32 or logits.ndim != 2 or (logits.stride(1) != 1 and logits.shape[1] > 1):
         raise InputError(f"log-probabilities are computed from fp32 logits [N, V], not {logits.dtype}")
     if ids.shape != logits.shape[:1] or ids.dtype != torch.int64 or not ids.is_contiguous():
         raise InputError(f"{logits.shape[0]} rows of logits need as many int64 ids, not {ids.dtype} {list(ids.shape)}")
+    if temperature.shape != ids.shape or temperature.dtype != torch.float32 or not temperature.is_contiguous():
+        raise InputError(
+            f"{logits.shape[0]} rows of logits need as many fp32 temperatures, not {temperature.dtype} "
+            f"{list(temperature.shape)}"
+        )
     if logits.shape[1] > VOCABULARY_BLOCK * _MAX_BLOCKS:
         raise LoweringError(
             f"a vocabulary of {logits.shape[1]} is larger than {VOCABULARY_BLOCK * _MAX_BLOCKS}",
             remedy="score on the CPU, where torch's kernel has no such limit",
         )
-    if temperature is None:
-        return None
-    if isinstance(temperature, Tensor):
-        return temperature.to(logits.device, torch.float32).expand(ids.shape).contiguous()
-    return torch.full(ids.shape, temperature, dtype=torch.float32, device=logits.device)
 
 
 @triton.jit
@@ -157,10 +160,7 @@ def _quotient(z, temperature):
 @triton.jit
 def _tempered(z, divisor, row):
     """:func:`_quotient`, of zeros and infinities too, which stay what they are."""
-    if divisor is None:
-        return z
-    else:
-        return tl.where(z + z == z, z, _quotient(z, tl.load(divisor + row)))
+    return tl.where(z + z == z, z, _quotient(z, tl.load(divisor + row)))
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -194,9 +194,7 @@ def _blocks_kernel(
     weighted = tl.zeros([1, PIECE], tl.float32)
     for p in tl.static_range(BLOCK // PIECE):
         z = tl.maximum(values[p], _LOWEST, propagate_nan=tl.PropagateNan.ALL)
-        if divisor is not None:
-            z = _quotient(z, tl.load(divisor + row))
-        z = z - shift
+        z = _quotient(z, tl.load(divisor + row)) - shift
         e = exp(z)
         total = total + e
         if ENTROPY:

@@ -13,7 +13,8 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ class CaptureWriter:
     """Writes a program's values as they come, so that none of them has to be kept: data first, the header at the end.
 
     ``about`` says what made them (model, recipe, environment). Use as a context manager; a file whose writing broke
-    off is removed. InputError if ``path`` cannot be written.
+    off is removed. InputError if ``path`` cannot be written, at any time.
     """
 
     def __init__(self, path: str | Path, graph: PrecisionGraph, ids: Tensor, about: Mapping[str, Any]) -> None:
@@ -52,10 +53,8 @@ class CaptureWriter:
             # A device or pipe would be replaced by a file at the end, which breaks it for everybody.
             raise InputError("cannot be written: is no regular file", path=str(path), remedy="name a .safetensors file")
         self._part, self._whole = (self.path.with_name(self.path.name + end) for end in (".part", ".whole"))
-        try:
+        with self._writing():
             self._data = self._part.open("w+b")
-        except OSError as error:
-            raise InputError(f"cannot be written: {error.strerror}", path=str(path)) from None
         self._entries: dict[str, Any] = {}
         self._about: dict[str, Any] = {
             "schema": SCHEMA, "about": dict(about), "graph": graph.to_json(), "digest": graph.digest(),
@@ -70,11 +69,23 @@ class CaptureWriter:
     def __exit__(self, kind: Any, *_: Any) -> None:
         try:
             if kind is None:
-                self._finish()
+                with self._writing():
+                    self._finish()
         finally:
-            self._data.close()
             for left in (self._part, self._whole):
                 left.unlink(missing_ok=True)
+            with suppress(OSError):  # it flushes, which a full disk refuses once more
+                self._data.close()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"cannot be written: {error.strerror or error}", path=str(self.path),
+                remedy="make room, or name a file elsewhere",
+            ) from error  # fmt: skip
 
     def parameters(self, hashes: Mapping[str, Fingerprint]) -> None:
         """Hashes of the parameters, by path."""
@@ -99,7 +110,8 @@ class CaptureWriter:
     def _store(self, name: str, value: Tensor) -> None:
         raw = value.detach().cpu().contiguous()
         start = self._data.tell()
-        self._data.write(raw.flatten().view(torch.uint8).numpy().data)
+        with self._writing():
+            self._data.write(raw.flatten().view(torch.uint8).numpy().data)
         offsets = [start, self._data.tell()]
         self._entries[name] = {"dtype": _DTYPES[raw.dtype], "shape": list(raw.shape), "data_offsets": offsets}
 

@@ -6,8 +6,10 @@ import functools
 import importlib.util
 import json
 import logging
+import resource
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,22 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Callable[[int], AbstractContextManager[None]]]:
+    """A context in which no file grows beyond so many bytes: to a program, what a full disk is."""
+
+    @contextmanager
+    def limit(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    yield limit
 
 
 @pytest.fixture(scope="session")

@@ -433,10 +433,20 @@ def test_foreign_captures_that_do_not_fit(folder: Path, captured: Path, tmp_path
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for target in (tmp_path, pipe):
-        assert "is no regular file" in error(folder, "--tokens", 4, "--capture", target)
+        assert f"{target}: cannot be written" in error(folder, "--tokens", 4, "--capture", target)
         assert not list(target.parent.glob(f"{target.name}.*"))
     assert pipe.is_fifo()
     assert "--seed" in error(folder, "--seed", 2**70)
+
+
+def test_a_capture_on_a_full_disk_names_its_file(captured: Path, folder: Path, tmp_path: Path, full_disk: Any) -> None:
+    """While the first values come, and for the last bytes of the file, which has the header too."""
+    path = tmp_path / "x.safetensors"
+    for size in (0, 4096, captured.stat().st_size - 100):
+        with full_disk(size):
+            result = run(folder, "--tokens", 16, "--capture", path)
+        assert result.exit_code == 2 and f"{path}: cannot be written: File too large; make room" in result.stderr
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

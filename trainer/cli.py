@@ -235,11 +235,12 @@ def _explain(console: Console, trainer: Any) -> None:
 
 
 def _fork_records(source: Path, target: Path, step: int) -> None:
+    from trainer.files import replace_text
     from trainer.metrics import read_records
 
     target.mkdir(parents=True, exist_ok=True)
     kept = [json.dumps(r) for r in read_records(source) if r["step"] < step]
-    (target / "metrics.jsonl").write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    replace_text(target / "metrics.jsonl", "".join(f"{line}\n" for line in kept))
 
 
 def guarded(command: Callable[[], Any]) -> int:

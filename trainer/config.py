@@ -20,6 +20,7 @@ from typing import Any, Self
 import tomlkit
 
 from trainer.errors import ConfigError
+from trainer.files import replace_text
 
 BLOCK = 128  # the group of tokens that shares a scale in WGrad; micro-batches are cut at its multiples
 ARMS = ("exact", "unified", "mixed", "bf16")
@@ -248,11 +249,11 @@ class Config:
         return cls(**values)
 
     def save(self, path: str | Path) -> None:
-        """Write every key as TOML."""
+        """Write every key as TOML. TrainerError if that fails; then the file is as it was."""
         document = tomlkit.document()
         document.add(tomlkit.comment("precgraph-train: the resolved configuration of a run"))
         document.update(self.to_dict())
-        Path(path).write_text(tomlkit.dumps(document), encoding="utf-8")
+        replace_text(Path(path), tomlkit.dumps(document))
 
 
 def load(path: str | Path, settings: Iterable[str] = ()) -> Config:

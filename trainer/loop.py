@@ -329,7 +329,4 @@ def _prepare(directory: Path, config: Config, *, fresh: bool) -> None:
         raise ConfigError(
             "already holds a run", path=str(directory), remedy="precgraph-train resume it, or choose another run.name"
         )
-    try:
-        config.save(directory / "config.toml")
-    except OSError as error:
-        raise ConfigError(f"cannot be written: {error.strerror or error}", path=str(directory)) from None
+    config.save(directory / "config.toml")

@@ -9,7 +9,6 @@ import itertools
 import json
 import math
 import operator
-import os
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from trainer.config import Config, MetricsTable, nearest
 from trainer.errors import ConfigError, MetricAssertionError, TrainerError
+from trainer.files import replace_text
 
 Record = dict[str, Any]
 POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)  # bucket borders, in response tokens; the last is open
@@ -291,9 +291,7 @@ class Recorder:
         self.path = directory / "metrics.jsonl"
         if self.path.exists():
             kept = [json.dumps(r) for r in read_records(directory) if r["step"] < step]
-            temporary = self.path.with_suffix(".tmp")
-            temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-            os.replace(temporary, self.path)
+            replace_text(self.path, "".join(f"{line}\n" for line in kept))
         self._file = self.path.open("a", encoding="utf-8")
         self._board = _tensorboard(directory, step) if table.tensorboard else None
         self._wandb = _wandb(directory, config) if table.wandb else None

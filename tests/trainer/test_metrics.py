@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.trainer import tiny
 from trainer.config import MetricsTable
 from trainer.errors import ConfigError, MetricAssertionError, TrainerError
 from trainer.metrics import (
@@ -189,6 +190,19 @@ def test_records_from_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     recorder.write({"step": 2, "reward/mean": 9.0})
     recorder.close()
     assert [(r["step"], r["reward/mean"]) for r in read_records(tmp_path)] == [(0, 0.0), (1, 0.5), (2, 9.0)]
+
+
+def test_a_full_disk_leaves_the_files_of_a_run_as_they_were(tmp_path: Path, full_disk: Any) -> None:
+    config, path = tiny.settings(tmp_path), tmp_path / "metrics.jsonl"
+    config.save(tmp_path / "config.toml")
+    path.write_text("".join(f'{{"step": {i}}}\n' for i in range(99)))
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with full_disk(64):
+        with pytest.raises(TrainerError, match=r"metrics\.jsonl: cannot be written: File too large"):
+            Recorder(tmp_path, MetricsTable(tensorboard=False), 98, {})
+        with pytest.raises(TrainerError, match=r"config\.toml: cannot be written: File too large"):
+            config.save(tmp_path / "config.toml")
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("line", [b"xx", b"[]", b"\xff", b'{"step": "0"}'])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from precgraph.errors import InputError, StaleWeightsError, SyncError
 from precgraph.runtime.compiled import build_lowered
 from precgraph.runtime.contexts import PackedContext
 from precgraph.runtime.runner import Runner
-from precgraph.runtime.vllm.sync import Entry, Manifest, Receiver, describe, fingerprint, policy
+from precgraph.runtime.vllm.sync import Entry, Manifest, Receiver, describe, fingerprint, policy, save_weights
 from precgraph.runtime.vllm.weights import RolloutStore, skeleton, wire
 from precgraph.trace import trace
 from tests.families import CAUSAL_LMS, causal_lm, config
@@ -106,6 +107,15 @@ def test_a_checkpoint_becomes_the_trainers_policy(name: str, tied: bool) -> None
     places = store.addresses()
     store.load(weights)
     assert store.addresses() == places and equal(wire(store, store.program), tensors)
+
+
+def test_a_full_disk_leaves_the_weights_file_as_it_was(tmp_path: Path, full_disk: Any) -> None:
+    actor, path = precgraph.compile(causal_lm("llama"), "train"), tmp_path / "w.safetensors"
+    save_weights(actor, path)
+    before = path.read_bytes()
+    with full_disk(4096), pytest.raises(SyncError, match=r"w\.safetensors: cannot be written: .*File too large"):
+        save_weights(actor, path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
 
 
 def _both(model: Any) -> tuple[Any, Any]:

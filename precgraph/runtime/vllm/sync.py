@@ -154,13 +154,16 @@ def compiled_of(model: Any) -> Compiled:
 
 
 def save_weights(model: Any, path: str | Path) -> Manifest:
-    """Write the policy of a compiled model to one safetensors file, whole or not at all; returns its manifest."""
+    """Write the policy of a compiled model to one safetensors file, whole or not at all; returns its manifest.
+    SyncError if that fails."""
     manifest, tensors = policy(model)
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         save_file(tensors, partial, metadata={"format": "pt", HEADER: json.dumps(manifest.to_json())})
         os.replace(partial, target)
+    except (SafetensorError, OSError) as error:  # a full disk is one or the other
+        raise SyncError(f"cannot be written: {error}", path=str(path), remedy="make room, and save again") from error
     finally:
         partial.unlink(missing_ok=True)
     return manifest

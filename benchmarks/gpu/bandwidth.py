@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.common.results import Result, append
 from precgraph.formats import Format
-from precgraph.lowering.triton import gated, kernels, logprobs, norm, quantize, rope
+from precgraph.lowering.triton import gated, logprobs, norm, quantize, rope
 
 ROWS, TOKENS, BLOCKS = (Format("float8_e4m3fn", g) for g in ("1x128", "128x1", "128x128"))
 TARGET = 0.85  # of copy bandwidth
@@ -97,8 +97,7 @@ def gradients(T: int, widths: tuple[int, ...]) -> Iterator[Case]:
 
     def make() -> Callable[[], object]:
         parts = [*(randn(T, width) for width in widths[:-1]), randn(T, 2 * widths[-1])[:, : widths[-1]]]
-        places = [(fmt.granularity, i) for i in range(len(parts)) for fmt in (ROWS, TOKENS)]
-        return partial(kernels._run_quantize_parts, parts, ROWS, TOKENS, places)
+        return partial(quantize.quantize_apart, parts, ROWS, TOKENS)
 
     yield Case("quantise parts", f"{T}x{'+'.join(map(str, widths))}", T * sum(widths) * (2 + BOTH), make)
 

@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("triton")
 from precgraph.errors import InputError, LoweringError
 from precgraph.formats import Format, quantize
-from precgraph.lowering.triton import kernels
 from precgraph.lowering.triton import quantize as q
 from tests.gpu.same import ROWS, RULES, TOKENS, assert_quantized, awkward, same_bits
 
@@ -93,10 +92,11 @@ def test_parts_of_every_dtype() -> None:
 def test_a_projection_groups_gradients_are_read_or_joined(widths: tuple[int, ...]) -> None:
     for count in (1, 129, 1000):
         parts = list(awkward(1, count, sum(widths)).split(widths, dim=-1))
-        places = [(g, i) for i in range(len(widths)) for g in ("1x128", "128x1")]
-        made = kernels._run_quantize_parts(parts, ROWS, TOKENS, places)
-        for (granularity, i), quantized in zip(places, made, strict=True):
-            assert_quantized(quantized, parts[i], ROWS if granularity == "1x128" else TOKENS)
+        rows, tokens = q.quantize_apart(parts, ROWS, TOKENS)
+        for part, row, token in zip(parts, rows, tokens, strict=True):
+            assert_quantized(row, part, ROWS)
+            assert_quantized(token, part, TOKENS)
+        assert q.quantize_apart(parts, ROWS, None)[1] == [] == q.quantize_apart(parts, None, TOKENS)[0]
 
 
 def test_parts_that_no_kernel_reads_side_by_side_are_refused() -> None:

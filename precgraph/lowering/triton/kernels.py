@@ -21,7 +21,7 @@ from precgraph.formats import Format, QTensor
 from precgraph.graph import precision, tensor
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8
-from precgraph.lowering.packs import Fp8Weight, MasterWeight, pad_columns, padded
+from precgraph.lowering.packs import Fp8Weight, MasterWeight
 from precgraph.lowering.registry import Kernel, register
 from precgraph.lowering.triton import gated, gemm, norm, quantize, rope
 from precgraph.lowering.triton.primitives import rule
@@ -316,28 +316,8 @@ def _quantize_parts(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | Non
 def _run_quantize_parts(
     parts: list[Tensor], rows: Format | None, tokens: Format | None, places: list[tuple[str, int]]
 ) -> list[QTensor]:
-    """The parts side by side, quantised at once: slices of the columns of one tensor.
-
-    They are read where they are, if the kernel can; else they are joined, each padded to whole blocks.
-    """
-    flat = [p.reshape(-1, p.shape[-1]) for p in parts]
-    whole = parts if len(parts) == 1 else flat
-    if not quantize.side_by_side(whole):
-        whole = [torch.cat([pad_columns(p) for p in flat], dim=1)]
-    both = zip((_ROWS, _TOKENS), quantize.quantize_parts(whole, rows, tokens), strict=True)
-    made = {name: q for name, q in both if q is not None}
-    if len(parts) == 1:
-        return [made[name] for name, _ in places]
-    widths = [p.shape[1] for p in flat]
-    starts = [sum(map(padded, widths[:i])) for i in range(len(widths))]
-    return [_columns(made[name], starts[i], parts[i]) for name, i in places]
-
-
-def _columns(q: QTensor, start: int, part: Tensor) -> QTensor:
-    """The columns of ``q`` that hold ``part``."""
-    step, width = q.format.block[1], part.shape[-1]
-    stop = start + padded(width, step)
-    return QTensor(q.codes[:, start:stop], q.scales[:, start // step : stop // step], part.shape, q.format)
+    made = dict(zip((_ROWS, _TOKENS), quantize.quantize_apart(parts, rows, tokens), strict=True))
+    return [made[name][i] for name, i in places]
 
 
 register_fusion(

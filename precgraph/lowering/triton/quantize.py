@@ -16,6 +16,7 @@ from torch import Tensor
 
 from precgraph.errors import InputError
 from precgraph.formats import Format, QTensor
+from precgraph.lowering.packs import pad_columns, padded
 from precgraph.lowering.triton.gluon_tiles import (
     CHUNK,
     CHUNKS,
@@ -116,6 +117,35 @@ def quantize_parts(
         outputs = (words(tokens), tokens.scales)
         _tiles_kernel[grid](*operands, *outputs, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
     return rows, tokens
+
+
+def quantize_apart(
+    parts: Sequence[Tensor], rows_fmt: Format | None, tokens_fmt: Format | None
+) -> tuple[list[QTensor], list[QTensor]]:
+    """Each of ``parts [..., n_i]`` along rows and along tokens, at once: slices of the columns of one tensor.
+
+    They are read where they are, if the kernel can; else they are joined, each padded to whole blocks. A list is empty
+    where its format is None.
+    """
+    flat = [p.reshape(-1, p.shape[-1]) for p in parts]
+    whole = parts if len(parts) == 1 else flat
+    if not side_by_side(whole):
+        whole = [torch.cat([pad_columns(p) for p in flat], dim=1)]
+    rows, tokens = quantize_parts(whole, rows_fmt, tokens_fmt)
+    return _apart(rows, parts), _apart(tokens, parts)
+
+
+def _apart(q: QTensor | None, parts: Sequence[Tensor]) -> list[QTensor]:
+    """The columns of ``q`` that hold each part."""
+    if q is None or len(parts) == 1:
+        return [] if q is None else [q]
+    step, start, found = q.format.block[1], 0, []
+    for part in parts:
+        stop = start + padded(part.shape[-1], step)
+        scales = q.scales[:, start // step : stop // step]
+        found.append(QTensor(q.codes[:, start:stop], scales, part.shape, q.format))
+        start += padded(part.shape[-1])
+    return found
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from trainer.errors import TrainerError
 CONFIG = Path(__file__).parent / "configs" / "smollm2.toml"
 SAVING = 30.0  # seconds that the last checkpoints of all runs may take
 ORIGIN = "converted-from.txt"  # beside the converted model: what it was made of
+STEPS = "run.steps="  # the only setting that a further part may change
 SHARE = 0.9  # of the card's memory that all runs together may take
 TRAIN = [sys.executable, "-m", "trainer.cli"]
 # Counts that the configuration meets (precgraph.runtime.sizes): tokens of a micro-batch, from one cell's smallest on,
@@ -52,6 +53,10 @@ def run(options: argparse.Namespace) -> int:
     if origin != options.model:
         say(f"{runs} holds runs of {origin}, not of {options.model}: name another folder with --runs")
         return 2
+    for directory in (runs / f"{arm}-{seed}" for arm in options.arms for seed in options.seeds):
+        if others := changed(directory, options.settings):
+            say(f"{directory} was started without {', '.join(others)}: leave it out, or name another folder by --runs")
+            return 2
     count = len(options.arms) * len(options.seeds)
     common = [f"model.path={model}", f"model.memory={SHARE / count:.3f}", *options.settings]
     if not options.no_smoke and not smoke(common, runs, logs, options.warm, end):
@@ -80,8 +85,8 @@ def run(options: argparse.Namespace) -> int:
 def command(directory: Path, arm: str, seed: int, settings: Sequence[str], seconds: float) -> list[str]:
     """The trainer's own command: a new run, or the rest of one that has a checkpoint."""
     limit = ["--max-seconds", f"{seconds:.0f}"]
-    if (directory / "config.toml").exists() and any((directory / "checkpoints").glob("step-*")):
-        return [*TRAIN, "resume", str(directory), *limit, *_sets(s for s in settings if s.startswith("run.steps"))]
+    if goes_on(directory):
+        return [*TRAIN, "resume", str(directory), *limit, *_sets(s for s in settings if s.startswith(STEPS))]
     own = [
         f"run.name={directory.name}",
         f"run.dir={directory}",
@@ -91,6 +96,21 @@ def command(directory: Path, arm: str, seed: int, settings: Sequence[str], secon
     ]
     asserts = ["--assert", "mismatch/max == 0"] if arm == "exact" else []
     return [*TRAIN, "run", str(CONFIG), *limit, *asserts, *_sets([*own, *settings])]
+
+
+def goes_on(directory: Path) -> bool:
+    """Whether a run directory holds a run to resume."""
+    return (directory / "config.toml").exists() and any((directory / "checkpoints").glob("step-*"))
+
+
+def changed(directory: Path, settings: Sequence[str]) -> list[str]:
+    """Settings that a run to resume was not started with; it may become longer, and nothing else."""
+    from trainer.config import load
+
+    if not goes_on(directory):
+        return []
+    path = directory / "config.toml"
+    return [s for s in settings if not s.startswith(STEPS) and load(path, [s]) != load(path)]
 
 
 def smoke(settings: Sequence[str], runs: Path, logs: Path, helpers: int, end: float) -> bool:
@@ -194,6 +214,15 @@ def convert(source: str, target: Path) -> None:
     part.rename(target)
 
 
+def report(options: argparse.Namespace) -> int:
+    """Write the page of what the runs left; returns the exit code."""
+    from trainer.report import write_report
+
+    for path in write_report(Path(options.runs), options.output):
+        print(path)
+    return 0
+
+
 # ----------------------------------------------------------------------------------------- helpers
 
 
@@ -294,18 +323,12 @@ def main() -> None:
     if options.command == "warm":
         warm(options.settings, *options.part)
         return
-    if options.command == "report":
-        from trainer.report import write_report
-
-        try:
-            written = write_report(Path(options.runs), options.output)
-        except TrainerError as error:
-            say(str(error))
-            raise SystemExit(2) from None
-        for path in written:
-            print(path)
-        return
-    raise SystemExit(run(options) if options.command == "run" else kernels(options))
+    try:
+        code = {"run": run, "kernels": kernels, "report": report}[options.command](options)
+    except TrainerError as error:
+        say(str(error))
+        code = 2
+    raise SystemExit(code)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,28 @@ def test_one_folder_is_of_one_model(
     assert f"holds runs of {policy}, not of another" in capsys.readouterr().out
 
 
+def test_a_run_that_goes_on_keeps_its_settings(
+    policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    tiny.settings(runs / "exact-0", optimizer={"lr": 1e-3}).save(_folder(runs / "exact-0") / "config.toml")
+    common = ["run", "--model", policy, "--runs", runs, "--no-smoke", "--seconds", 1, "--seeds", 0]
+    for more, said in (
+        (["--set", "optimizer.lr=2e-3"], "no time is left"),  # without a checkpoint, it is a new run
+        (["--set", "optimizer.lr=0.001", "--set", "run.steps=9"], "no time is left"),
+        (["--set", "optimizer.lr=2e-3"], "exact-0 was started without optimizer.lr=2e-3: leave it out"),
+        (["--set", "optimizer.rate=2e-3"], "did you mean"),
+    ):
+        assert call(monkeypatch, *common, *more) == 2
+        assert said in capsys.readouterr().out, more
+        _folder(runs / "exact-0" / "checkpoints" / "step-000001")
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
 def test_a_conversion_that_breaks_off_is_made_again(
     policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

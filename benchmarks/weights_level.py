@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from benchmarks.common.results import Result, append
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Quantization, Selection, quantize_tiled
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.verify.weights import check_weights, default_threads
 
 TARGET = 500.0  # MB of checkpoint a second

@@ -23,7 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from precgraph.errors import InputError, PrecGraphError
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 from precgraph.graph import PrecisionGraph
 from precgraph.strict_json import sound
 from precgraph.verify.modules import module_outputs

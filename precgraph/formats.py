@@ -1,8 +1,8 @@
-"""Formats of values and the one definition of the quantiser's numerics.
+"""The numerics that a format names: quantised tensors, and the one definition of the quantiser.
 
-A `Format` states everything that changes a bit of a quantised tensor. `quantize` and `dequantize` are the
-torch reference of that statement: every other kernel (Triton, DeepGEMM's operands, an engine's weight loader)
-has to give the same codes and scales bit for bit.
+A `Format` (:mod:`precgraph.format`) states everything that changes a bit of a quantised tensor. `quantize` and
+`dequantize` are the torch reference of that statement: every other kernel (Triton, DeepGEMM's operands, an engine's
+weight loader) has to give the same codes and scales bit for bit.
 
 The rule, in fp32 throughout, for each block of ``r x c`` values that were first rounded to ``source``::
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from precgraph.errors import InputError, NonFiniteError
 from precgraph.format import Format
 
-__all__ = ["Format", "QTensor", "dequantize", "quantize", "saturating_cast_"]
+__all__ = ["QTensor", "dequantize", "quantize", "saturating_cast_"]
 
 _MANTISSA, _EXPONENT = 0x007FFFFF, 0x7F800000  # fields of an fp32 word
 

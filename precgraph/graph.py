@@ -18,7 +18,7 @@ from torch import fx
 
 from precgraph import ops
 from precgraph.errors import GraphError
-from precgraph.formats import Format
+from precgraph.format import Format
 
 SCHEMA = 1
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from precgraph.errors import LoweringError
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 from precgraph.formats import quantize as quantize_tensor
 
 

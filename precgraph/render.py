@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from precgraph.errors import InputError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import PrecisionGraph, Record
 from precgraph.saved import saved_bytes_a_token
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from precgraph.formats import Format, quantize
+from precgraph.format import Format
+from precgraph.formats import quantize
 from precgraph.lowering.reference import elementwise, gemm
 from precgraph.lowering.reference.attention import attend
 from precgraph.ops import AttentionSpec

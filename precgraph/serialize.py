@@ -20,7 +20,7 @@ from torch import fx
 import precgraph.attention  # noqa: F401  registers the opaque attention of raw graphs
 from precgraph import ops
 from precgraph.errors import GraphError, PrecGraphError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import (
     SCHEMA,
     Parameter,

@@ -32,7 +32,7 @@ from precgraph.exported import (
     require_pure,
     written_slice,
 )
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision, with_rules
 
 _DROPPED = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.alias.default")

@@ -13,7 +13,7 @@ from torch import fx
 
 from precgraph import ops
 from precgraph.errors import LoweringError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import PrecisionGraph, annotate, op_name, precision, tensor, with_rules
 from precgraph.lowering.lower import lower
 from precgraph.passes.pipeline import build

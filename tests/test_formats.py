@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from precgraph.errors import InputError, NonFiniteError, PrecGraphError, RecipeError
-from precgraph.formats import Format, QTensor, dequantize, quantize, saturating_cast_
+from precgraph.format import Format
+from precgraph.formats import QTensor, dequantize, quantize, saturating_cast_
 
 Array = np.ndarray[Any, Any]
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

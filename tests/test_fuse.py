@@ -14,7 +14,7 @@ from torch import fx
 import precgraph
 from precgraph import ops
 from precgraph.errors import GraphError, LoweringError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import Precision, precision
 from precgraph.lowering import fuse, registry
 from precgraph.lowering.fuse import Fused, Fusion, Of

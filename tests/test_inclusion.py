@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from precgraph.errors import CheckError, RecipeError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import PrecisionGraph, annotate, op_name, output_node, precision, with_rules
 from precgraph.passes.pipeline import build
 from precgraph.recipe import Recipe, SelectRule

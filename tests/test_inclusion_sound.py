@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import precgraph
 from precgraph.checking import lowered
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import PrecisionGraph, annotate, op_name, tensor
 from precgraph.lowering import lower as lowering
 from precgraph.recipe import Recipe

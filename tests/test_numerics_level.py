@@ -24,7 +24,8 @@ from precgraph.capture import Capture
 from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.errors import InputError
-from precgraph.formats import Format, QTensor, dequantize, quantize
+from precgraph.format import Format
+from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.graph import PrecisionGraph, annotate
 from precgraph.lowering.lower import lower
 from precgraph.passes.pipeline import build

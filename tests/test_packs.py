@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from precgraph.formats import Format, QTensor, dequantize, quantize
+from precgraph.format import Format
+from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.lowering.packs import adjacent
 
 TOKENS = Format("float8_e4m3fn", "128x1")

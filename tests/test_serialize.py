@@ -14,7 +14,7 @@ from torch import fx
 
 from precgraph import ops
 from precgraph.errors import GraphError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import Precision, PrecisionGraph, TensorSpec
 from precgraph.recipe import Recipe
 from precgraph.serialize import function_from_name

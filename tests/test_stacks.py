@@ -25,7 +25,8 @@ from precgraph import Recipe
 from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.errors import InputError, NonFiniteError, PrecGraphError, RecipeError
-from precgraph.formats import Format, quantize
+from precgraph.format import Format
+from precgraph.formats import quantize
 from precgraph.recipe import AttentionRule, NormRule
 from precgraph.stacks import STACKS, Request, find, get
 from precgraph.stacks.matching import exact, path, regex_or_glob, skips, substring

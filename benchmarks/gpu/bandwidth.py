@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.results import Result, append
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.lowering.triton import gated, logprobs, norm, quantize, rope
 
 ROWS, TOKENS, BLOCKS = (Format("float8_e4m3fn", g) for g in ("1x128", "128x1", "128x128"))

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common.results import Result, append
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 from precgraph.lowering import cublas, deep_gemm
 from precgraph.lowering.packs import Fp8Weight
 from precgraph.lowering.triton.quantize import new_weight, quantize_rows, quantize_tokens, quantize_weight

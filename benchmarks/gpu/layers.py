@@ -24,7 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import precgraph
 from benchmarks.common.results import Result, append
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.recipe import Recipe
 from precgraph.runtime.contexts import PackedContext
 

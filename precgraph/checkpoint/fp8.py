@@ -13,7 +13,8 @@ from torch import Tensor
 
 from precgraph.checkpoint.files import Checkpoint, Entry
 from precgraph.errors import InputError, UnsupportedModelError
-from precgraph.formats import Format, QTensor, quantize
+from precgraph.format import Format
+from precgraph.formats import QTensor, quantize
 
 SCALE = "_scale_inv"  # after the name of a weight
 CODES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}

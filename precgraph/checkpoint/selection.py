@@ -12,7 +12,7 @@ from torch import fx, nn
 from precgraph import ops
 from precgraph.checkpoint.layout import Part, layout
 from precgraph.errors import RecipeError, UnsupportedModelError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import precision
 from precgraph.passes.assign_formats import assign_formats
 from precgraph.passes.raise_ops import raise_ops

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from precgraph.errors import PrecGraphError
 from precgraph.fix.plan import Change
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.recipe import Recipe
 from precgraph.stacks import Stack
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from precgraph import ops
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import precision
 from precgraph.lowering.fuse import Fused, Match, Of
 

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precgraph.errors import LoweringError
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 
 BLOCK = 128
 

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from precgraph import ops
 from precgraph.errors import NonFiniteError
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 from precgraph.graph import PrecisionGraph, annotate, op_name, output_node, precision
 from precgraph.lowering.fuse import Of, Unit, units
 from precgraph.lowering.registry import Kernel, Pack

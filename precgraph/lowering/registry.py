@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from precgraph.errors import LoweringError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import arguments, function_name, op_name, precision, tensor
 
 Serves = Callable[[fx.Node], bool]

@@ -11,7 +11,7 @@ from torch import fx
 
 from precgraph import ops
 from precgraph.errors import RecipeError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import (
     PrecisionGraph,
     TensorSpec,

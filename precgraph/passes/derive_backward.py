@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 
 from precgraph import ops
 from precgraph.errors import GraphError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import PrecisionGraph, TensorSpec, annotate, output_node, precision, tensor
 from precgraph.passes.insert_quantize import quantizer
 from precgraph.passes.rewrite import emit, is_call

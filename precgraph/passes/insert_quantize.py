@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from precgraph import ops
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import PrecisionGraph, precision, with_rules
 from precgraph.passes.rewrite import emit, is_call
 from precgraph.recipe import Recipe

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import fx
 
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import Precision, TensorSpec, precision
 
 Rule = Callable[[fx.Graph, Any], fx.Node | None]  # fx types arguments too loosely to match on

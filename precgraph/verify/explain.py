@@ -15,7 +15,8 @@ from torch import Tensor
 
 from precgraph.checkpoint.fp8 import quantize_tiled, tiles
 from precgraph.errors import RecipeError
-from precgraph.formats import Format, QTensor, dequantize, quantize
+from precgraph.format import Format
+from precgraph.formats import QTensor, dequantize, quantize
 
 # Values of each rule that stacks use, and so those worth trying.
 _VALUES: dict[str, tuple[str | float, ...]] = {

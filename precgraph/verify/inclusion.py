@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from precgraph.errors import CheckError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import PrecisionGraph
 from precgraph.recipe import BACKWARD_RULES
 from precgraph.verify.align import Aligner, Alignment

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import Record
 
 # A rule that selects kernels and says nothing that the numerics ids, once there, do not.

@@ -17,7 +17,8 @@ from torch import Tensor
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, ModelTensors, Selection
 from precgraph.checkpoint.fp8 import CODES, SCALE, tiles
 from precgraph.errors import CheckError, InputError
-from precgraph.formats import Format, quantize
+from precgraph.format import Format
+from precgraph.formats import quantize
 from precgraph.verify.explain import Explainer, Weight, as_bytes, changes
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, rule

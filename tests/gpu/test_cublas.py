@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from precgraph.formats import Format, QTensor, dequantize, quantize
+from precgraph.format import Format
+from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.lowering import cublas
 
 pytest.importorskip("triton")

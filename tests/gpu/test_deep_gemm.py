@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from precgraph.formats import Format, QTensor, dequantize, quantize
+from precgraph.format import Format
+from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.lowering import deep_gemm
 from precgraph.lowering.packs import Fp8Weight, MasterWeight
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import precgraph
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.recipe import Recipe
 from precgraph.runtime.cache import PagedCache
 from precgraph.runtime.engine import run_paged

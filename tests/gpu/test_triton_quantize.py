@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 from precgraph.errors import InputError, LoweringError
-from precgraph.formats import Format, quantize
+from precgraph.format import Format
+from precgraph.formats import quantize
 from precgraph.lowering.triton import quantize as q
 from tests.gpu.same import ROWS, RULES, TOKENS, assert_quantized, awkward, same_bits
 

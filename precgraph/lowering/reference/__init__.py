@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from precgraph import ops
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.graph import precision
 from precgraph.lowering.reference import elementwise, experts, gemm
 from precgraph.lowering.reference.attention import attend, attend_packed_backward

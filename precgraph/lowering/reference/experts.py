@@ -15,7 +15,8 @@ from torch import Tensor
 
 from precgraph import ops
 from precgraph.errors import LoweringError
-from precgraph.formats import Format, QTensor, quantize
+from precgraph.format import Format
+from precgraph.formats import QTensor, quantize
 from precgraph.lowering.reference import gemm
 from precgraph.lowering.reference.reductions import ordered_sum
 

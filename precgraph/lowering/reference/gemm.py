@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from precgraph.errors import LoweringError
-from precgraph.formats import Format, QTensor, quantize
+from precgraph.format import Format
+from precgraph.formats import QTensor, quantize
 
 ROWS = 16
 

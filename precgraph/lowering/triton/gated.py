@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 from precgraph.lowering.triton.gluon_tiles import (
     CHUNK,
     CHUNKS,

@@ -17,7 +17,8 @@ from torch import Tensor, fx
 
 from precgraph import ops
 from precgraph.errors import LoweringError
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 from precgraph.graph import precision, tensor
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from precgraph.errors import InputError
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 from precgraph.lowering.triton.primitives import GROUP, ceil_div
 
 

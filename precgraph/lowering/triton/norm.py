@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 from precgraph.lowering.reference.reductions import PIECE
 from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, pairs, require_bf16
 from precgraph.lowering.triton.primitives import (

@@ -22,7 +22,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from precgraph.errors import LoweringError
-from precgraph.formats import Format
+from precgraph.format import Format
 
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 """Launch options that every kernel needs to give the reference's bits."""

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError
-from precgraph.formats import Format, QTensor
+from precgraph.format import Format
+from precgraph.formats import QTensor
 from precgraph.lowering.packs import pad_columns, padded
 from precgraph.lowering.triton.gluon_tiles import (
     CHUNK,

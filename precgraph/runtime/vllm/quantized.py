@@ -10,7 +10,7 @@ from torch import Tensor
 from precgraph.checkpoint import Fp8Checkpoint, Part
 from precgraph.checkpoint.fp8 import CODES, SCALE
 from precgraph.errors import InputError
-from precgraph.formats import Format
+from precgraph.format import Format
 from precgraph.runtime.vllm.weights import RolloutStore, install_pack, pack_groups
 
 Where = dict[str, list[tuple[str, Part]]]  # path of a parameter to the checkpoint's tensors that it consists of

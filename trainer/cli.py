@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 an assertion on a metric was broken, 2 could not run, 130 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import traceback
@@ -250,15 +251,25 @@ def guarded(command: Callable[[], Any]) -> int:
     except (PrecGraphError, OSError) as error:  # a full disk, a folder that is none
         if options.debug:
             traceback.print_exc()
-        print(f"precgraph-train: {error}", file=sys.stderr)
+        _tell(error)
         return 130 if isinstance(error, InterruptedRunError) else 1 if isinstance(error, MetricAssertionError) else 2
     except Exception:  # 1 would say that an assertion was broken
         traceback.print_exc()
         return 2
     except KeyboardInterrupt:
-        print("precgraph-train: stopped at once; the last checkpoint is whole", file=sys.stderr)
+        _tell("stopped at once; the last checkpoint is whole")
         return 130
     return 0
+
+
+def _tell(text: object) -> None:
+    """A line on stderr. Where the terminal is gone nobody reads it, and the exit code stays what it is."""
+    try:
+        print(f"precgraph-train: {text}", file=sys.stderr, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what is left in the buffer
 
 
 def main() -> NoReturn:

@@ -284,8 +284,7 @@ class Trainer:
             if self._interrupted or self._interruptible:
                 self._interrupted = True
                 raise KeyboardInterrupt
-            self._interrupted = True
-            self.console.print("[yellow]stopping once the update is whole; Ctrl-C again stops at once[/yellow]")
+            self._interrupted = True  # the bar says so: what is interrupted here may hold the console's lock
 
         for number in before:
             signal.signal(number, stop)
@@ -305,9 +304,15 @@ class Trainer:
             task = bar.add_task(self.config.run.name, total=self.config.run.steps, completed=self.step, phase="")
 
             def show(phase: str | None, record: Record | None = None) -> None:
-                bar.update(task, completed=self.step, phase=phase or "")
-                if record is not None:
-                    bar.console.print(_line(record), soft_wrap=True, highlight=False)
+                if self._interrupted:
+                    phase = "stopping once the update is whole; Ctrl-C again stops at once"
+                try:
+                    bar.update(task, completed=self.step, phase=phase or "")
+                    if record is not None:
+                        bar.console.print(_line(record), soft_wrap=True, highlight=False)
+                except OSError:
+                    if not self.console.quiet:  # else the terminal has gone while this was written
+                        raise
 
             yield show
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.console import Console
 from tests.trainer import tiny
 from trainer import checkpoint
 from trainer.cli import app, guarded
+from trainer.errors import InterruptedRunError
 from trainer.metrics import read_records
 from trainer.plot import FINAL, final_value, moving_mean, read_runs, rows, summary
 
@@ -218,6 +220,17 @@ def test_the_summary_fits_the_terminal(arms: int, seeds: int, width: int, lines:
     assert text.count("\n") == lines and max(map(len, text.splitlines())) <= width
     cell = "1.2e-03" if seeds == 1 else "1.8e-03 ± 8.7e-04"
     assert text.count(cell) == arms * len(FINAL)  # whole: no cell is folded
+
+
+def test_a_terminal_that_is_gone_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end() -> None:
+        raise InterruptedRunError("interrupted")
+
+    master, slave = os.openpty()
+    os.close(master)
+    with os.fdopen(slave, "w", buffering=1) as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        assert guarded(end) == 130
 
 
 def test_plot_helpers_by_hand(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -427,6 +430,38 @@ def test_a_terminal_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         os.write(slave, b"x")
     os.close(slave)
     assert checkpoint.steps(tmp_path)[-1] == len(read_records(tmp_path)) == (1 if where == "rollout" else 2)
+
+
+def test_a_signal_waits_for_no_lock_of_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refreshing thread may hold the one of two locks, and the interrupted print the other."""
+    made = trainer(tmp_path, run={"steps": 3, "save_every": 0})
+    made.console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    real, free = made.optimizer.step, threading.Event()
+
+    def step() -> Any:
+        if made.step == 1:
+            holds = threading.Event()
+
+            def refresh() -> None:
+                with made.console._lock:
+                    holds.set()
+                    free.wait(20)
+
+            other = threading.Thread(target=refresh)
+            other.start()
+            holds.wait()
+            begin = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+            assert time.monotonic() - begin < 10
+            free.set()
+            other.join()
+        return real()
+
+    monkeypatch.setattr(made.optimizer, "step", step)
+    with pytest.raises(InterruptedRunError):
+        made.run()
+    assert checkpoint.steps(tmp_path)[-1] == 2
+    assert "stopping once the update is whole" in made.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_under_nohup_a_hangup_stops_nothing(tmp_path: Path) -> None:

@@ -240,7 +240,7 @@ def test_rows_have_their_own_temperature(pair: Pair) -> None:
     with pytest.raises(precgraph.InputError, match="3 rows"):
         precgraph.token_logprobs(pair.actor, ids, mask, temperature=torch.ones(2))
     for bad in (0.0, -1.0, float("nan")):
-        with pytest.raises(precgraph.InputError, match="positive"):
+        with pytest.raises(precgraph.InputError, match="temperature must be at least"):
             precgraph.token_logprobs(pair.actor, ids, mask, temperature=bad)
 
 

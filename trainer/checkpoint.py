@@ -8,7 +8,6 @@ meets a full disk, leaves the last good one as it was. Nothing is pickled.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from precgraph.checkpoint.whole import placed
 from precgraph.strict_json import sound
 from trainer.errors import CheckpointError
 
@@ -92,29 +92,19 @@ def save(directory: Path, state: State, *, keep: int = 0) -> Path:
     final = path_of(directory, state.step)
     if final.exists():
         return final
-    temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     try:
-        root(directory).mkdir(parents=True, exist_ok=True)
         for stale in root(directory).glob(".step-*.tmp"):
             shutil.rmtree(stale, ignore_errors=True)
-        temporary.mkdir()
-        for name, tensors in zip(_FILES, (state.weights, state.optimizer, state.random), strict=True):
-            save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary / name)
-        sizes = {name: (temporary / name).stat().st_size for name in _FILES}
-        plain = {name: getattr(state, name) for name in _PLAIN} | {"format": FORMAT, "sizes": sizes}
-        (temporary / "state.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
-        for name in (*_FILES, "state.json"):
-            _flush(temporary / name)
-        os.rename(temporary, final)
-        _flush(root(directory))
+        with placed(final) as temporary:
+            for name, tensors in zip(_FILES, (state.weights, state.optimizer, state.random), strict=True):
+                save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary / name)
+            sizes = {name: (temporary / name).stat().st_size for name in _FILES}
+            plain = {name: getattr(state, name) for name in _PLAIN} | {"format": FORMAT, "sizes": sizes}
+            (temporary / "state.json").write_text(json.dumps(plain, indent=1), encoding="utf-8")
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is one or another, by the version
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"could not save step {state.step}: {error}", path=str(final), remedy=_remedy(directory)
         ) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     for old in steps(directory)[: -keep or None] if keep else []:
         shutil.rmtree(path_of(directory, old), ignore_errors=True)
     return final
@@ -169,14 +159,6 @@ def _plain(folder: Path, step: int) -> dict[str, Any]:
     if not all(isinstance(v, list) and all(isinstance(x, int | float) for x in v) for v in plain["trends"].values()):
         raise ValueError("state.json has trends that are no numbers")
     return plain
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remedy(directory: Path) -> str:

@@ -151,10 +151,10 @@ def export(
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step instead of the last.")] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: weights, config and tokenizer."""
+    from precgraph.checkpoint.whole import require_new
     from trainer.loop import Trainer
 
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError("exists already", path=str(output), remedy="name a directory that does not exist")
+    require_new(output)
     trainer = Trainer(load_run(directory))
     trainer.restore(directory, step)
     trainer.export(output)

@@ -13,12 +13,16 @@ from safetensors import SafetensorError
 from precgraph.errors import InputError
 
 
+def require_new(path: Path) -> None:
+    """InputError if ``path`` is anything but an empty directory."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise InputError("exists already", path=str(path), remedy="name a directory that does not exist")
+
+
 @contextmanager
-def whole(final: Path) -> Iterator[Path]:
+def placed(final: Path) -> Iterator[Path]:
     """A new directory beside ``final``, which is flushed to disk and takes its name when the block ends well; else, a
-    kill apart, nothing is left of it. InputError if ``final`` holds something already, or cannot be written."""
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise InputError("exists already", path=str(final), remedy="name a directory that does not exist")
+    kill apart, nothing is left of it."""
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -28,14 +32,22 @@ def whole(final: Path) -> Iterator[Path]:
             _flush(path)
         os.rename(temporary, final)
         _flush(final.parent)
-    except (SafetensorError, OSError) as error:  # a full disk is one or the other
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise InputError(
-            f"cannot be written: {error}", path=str(final), remedy="make room, and export again"
-        ) from error
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def whole(final: Path) -> Iterator[Path]:
+    """:func:`placed`, for an export. InputError if ``final`` holds something already, or cannot be written."""
+    require_new(final)
+    try:
+        with placed(final) as temporary:
+            yield temporary
+    except (SafetensorError, OSError) as error:  # a full disk is one or the other
+        raise InputError(
+            f"cannot be written: {error}", path=str(final), remedy="make room, and export again"
+        ) from error
 
 
 def _flush(path: Path) -> None:

@@ -24,6 +24,10 @@ WORKERS = {
 }
 DUMMY = "precgraph_dummy"  # our loader of random weights
 GATE = "precgraph.runtime.vllm.params:ExactGate"
+DIVIDED = {  # what would put one model on several devices, and why it may not
+    "tensor_parallel_size": "splits sums, and blocks of 128, in other places than the trainer does",
+    "pipeline_parallel_size": "is not supported",
+}
 
 
 class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
@@ -59,6 +63,15 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
                 remedy="leave out what needs it, such as watermark_config; and start the engine in a process in which "
                 "no other engine has run",
             )
+
+
+def require_undivided(name: str, size: int) -> None:
+    """UnsupportedModelError if several devices are to share the model: ``name`` is one of :data:`DIVIDED`."""
+    if size > 1:
+        raise UnsupportedModelError(
+            f"{name} = {size} {DIVIDED[name]}",
+            remedy=f"use data parallelism: data_parallel_size={size}, or one engine per device",
+        )
 
 
 def require_v1_runner() -> None:
@@ -104,16 +117,8 @@ def _capture_decoding(vllm_config: Any) -> None:
 
 def _refuse(vllm_config: Any) -> None:
     parallel, model, cache = vllm_config.parallel_config, vllm_config.model_config, vllm_config.cache_config
-    for name, what in (
-        ("tensor_parallel_size", "splits every sum in another place than the trainer does"),
-        ("pipeline_parallel_size", "is not supported"),
-    ):
-        size = getattr(parallel, name)
-        if size > 1:
-            raise UnsupportedModelError(
-                f"{name} = {size} {what}",
-                remedy=f"use data parallelism: data_parallel_size={size}, or one engine per device",
-            )
+    for name in DIVIDED:
+        require_undivided(name, getattr(parallel, name))
     if model.quantization and getattr(model.hf_config, "quantization_config", None):
         raise UnsupportedModelError(
             f"the config of this checkpoint says {model.quantization!r}, and vLLM would look for layers of its own",

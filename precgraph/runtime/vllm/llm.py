@@ -21,7 +21,6 @@ from precgraph.errors import (
     PrecGraphError,
     StaleWeightsError,
     SyncError,
-    UnsupportedModelError,
 )
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
@@ -338,18 +337,14 @@ def _request(params: Any) -> Any:
 
 def _refuse(engine_args: dict[str, Any]) -> None:
     """What the configuration hook would refuse too, here as a typed error before vLLM starts."""
-    from precgraph.runtime.vllm.config import require_v1_runner
+    from precgraph.runtime.vllm.config import DIVIDED, require_undivided, require_v1_runner
 
     require_v1_runner()
-    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+    for name in DIVIDED:
         size = engine_args.get(name, 1)
         if type(size) is not int or size < 1:
             raise InputError(f"{name} = {size!r} is no number of devices", remedy="leave it out, or pass 1")
-        if size > 1:
-            raise UnsupportedModelError(
-                f"{name} = {size} splits sums, and blocks of 128, in other places than the trainer does",
-                remedy=f"use data parallelism: data_parallel_size={size}, or one engine per device",
-            )
+        require_undivided(name, size)
     if engine_args.get("load_format", "dummy") != "dummy":
         raise InputError("load_format is precgraph's to choose", remedy='leave it out; "dummy" makes random weights')
     if not isinstance(engine_args.get("hf_overrides", {}), Mapping):

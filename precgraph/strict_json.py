@@ -52,6 +52,12 @@ def read(path: Path) -> Any:
         raise InputError(f"is not valid JSON: {error}", path=str(path)) from None
 
 
+def lines(path: Path) -> list[tuple[int, bytes]]:
+    """The lines of a JSONL file with their numbers from 1: of bytes, for a string of JSON may hold Unicode's own line
+    ends. OSError if it cannot be read."""
+    return list(enumerate(path.read_bytes().splitlines(), 1))
+
+
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with null for NaN and infinity, which JSON has no numbers for."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precgraph.strict_json import lines, sound
 from trainer.config import Config, MetricsTable, nearest
 from trainer.errors import ConfigError, MetricAssertionError, TrainerError
 from trainer.files import replace_text
@@ -267,14 +268,14 @@ def read_records(directory: Path) -> list[Record]:
     if not path.is_file():
         raise TrainerError("holds no metrics.jsonl", path=str(directory), remedy="name a run directory")
     records: list[Record] = []
-    lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, 1):
+    rows = lines(path)
+    for number, line in rows:
         try:
-            record = json.loads(line)
+            record = sound(json.loads, line.decode())
             if not isinstance(record, dict) or type(record.get("step")) is not int:
                 raise ValueError("no table with a step")
         except ValueError as error:  # of JSON, of UTF-8
-            if number == len(lines):
+            if number == len(rows):
                 break
             raise TrainerError(
                 f"is no record of a step: {error}", path=f"{path}:{number}", remedy="restore or remove the line"

@@ -19,7 +19,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from precgraph.strict_json import sound
+from precgraph.strict_json import lines, sound
 from trainer.config import TaskTable, nearest
 from trainer.errors import ConfigError, RewardError, TaskError
 
@@ -162,12 +162,12 @@ class _Lazy(Sequence[Item]):
 def _jsonl(path: Path, table: TaskTable) -> list[Item]:
     items = []
     try:
-        lines = path.read_bytes().splitlines()  # of bytes: a string of JSON may hold Unicode's own line ends
+        rows = lines(path)
     except OSError as error:
         raise TaskError(
             f"{error.strerror or error}", path=str(path), remedy=table.origin or "check task.data"
         ) from None
-    for number, line in enumerate(lines, 1):
+    for number, line in rows:
         if not line.strip():
             continue
         place = f"{path}:{number}"

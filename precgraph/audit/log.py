@@ -62,10 +62,10 @@ class Logged:
 def read(path: Path) -> Iterator[Logged]:
     """The sequences of a log, in order."""
     try:
-        lines = path.read_bytes().splitlines()  # of bytes: a string of JSON may hold Unicode's own line ends
+        lines = strict_json.lines(path)
     except OSError as error:
         raise InputError(f"cannot be read: {error}", path=str(path), remedy="name a .jsonl file") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in lines:
         if line.strip():
             yield _sequence(line, f"{path}:{number}", number)
 

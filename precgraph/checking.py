@@ -86,7 +86,7 @@ def trace_served(model: str | Path, checkpoint: str | Path) -> Trace | None:
     return None if found.graph.digest() == trace(ours).graph.digest() else found
 
 
-def require_served(model: str | Path, checkpoint: str | Path) -> None:
+def require_same_program(model: str | Path, checkpoint: str | Path) -> None:
     """InputError if a served ``checkpoint`` is of another model than ``model``, whatever its weights are."""
     if trace_served(model, checkpoint) is not None:
         raise InputError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from precgraph.capture import Capture, CaptureWriter
-from precgraph.checking import lowered, require_served
+from precgraph.checking import lowered, require_same_program
 from precgraph.errors import CheckError, InputError, UnsupportedModelError
 from precgraph.formats import QTensor
 from precgraph.graph import PrecisionGraph
@@ -64,7 +64,7 @@ def load_pair(model: str, train: str, infer: str, backend: str, env: Mapping[str
     named = parse(train), parse(infer or train)  # a name that is none costs no reading of weights
     for one in named:
         if one.checkpoint:
-            require_served(model, one.checkpoint)
+            require_same_program(model, one.checkpoint)
     step(f"reading the weights of {model}")
     loaded: Any = load_model(model)
     device = torch.device("cuda" if torch.cuda.is_available() and backend != "reference" else "cpu")

@@ -16,7 +16,7 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
     """Compare the checkpoint ``infer`` with what ``train`` makes of ``masters``; the exit code."""
     with progress() as step:
         step("starting torch")
-        from precgraph.checking import require_served
+        from precgraph.checking import require_same_program
         from precgraph.checkpoint import Fp8Checkpoint, open_masters, select
         from precgraph.loading import load_config_model
         from precgraph.recipe import Recipe
@@ -34,7 +34,7 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
         selection = select(model, recipe, traced)
         report = check_weights(ours, theirs, selection, threads=default_threads(), step=step)
         if report.ok and "model_type" in theirs.config:  # right bytes, and perhaps another program on them
-            require_served(masters, infer)
+            require_same_program(masters, infer)
     context = {
         "level": "weights",
         "model": masters,

@@ -1,11 +1,12 @@
 """Rollout throughput at Qwen3-8B's shapes (random weights): precgraph's exact FP8 in vLLM against stock vLLM.
 
-``python -m benchmarks.gpu.rollout [--engines ours bf16 fp8] [--requests 64 256 512 16] [--output-len 1024]
+``python -m benchmarks.gpu.rollout [--engines ours schedule bf16 fp8] [--requests 64 256 512 16] [--output-len 1024]
 [--layers 36] [--logs DIR]`` prints output tokens/s of the whole run, the second one after a warm-up at the same size,
 with time to first token, memory and start-up. ``bf16`` and ``fp8`` are vLLM as it comes (torch.compile, all CUDA
 graphs, its own choice of runner and attention, ``quantization="fp8_per_block"``); all engines run in a process of their
-own with asynchronous scheduling, and report the sampled tokens' log-probabilities. ``kernels`` compiles DeepGEMM's
-kernels in parallel before; ``sync`` and ``ipc`` time weight updates in one process and between two.
+own with asynchronous scheduling, and report the sampled tokens' log-probabilities. ``schedule`` is ``ours`` with vLLM's
+own splits and tiles of attention, fast and not exact: what exactness costs. ``kernels`` compiles DeepGEMM's kernels in
+parallel before; ``sync`` and ``ipc`` time weight updates in one process and between two.
 """
 
 from __future__ import annotations
@@ -23,8 +24,13 @@ from typing import Any
 from benchmarks.common.engines import add_options, drive, folder_of, qwen3_8b, random_model, report, smollm2
 from benchmarks.common.results import Result
 
-ENGINES = ("kernels", "ours", "bf16", "fp8", "sync", "ipc")
-NAMES = {"ours": "precgraph exact FP8", "bf16": "vLLM BF16", "fp8": "vLLM fp8_per_block"}
+ENGINES = ("kernels", "ours", "schedule", "bf16", "fp8", "sync", "ipc")
+NAMES = {
+    "ours": "precgraph exact FP8",
+    "schedule": "precgraph FP8, vLLM's attention schedule",
+    "bf16": "vLLM BF16",
+    "fp8": "vLLM fp8_per_block",
+}
 UNITS = {"tokens/s": "1/s", "ttft_s": "s", "start_s": "s", "weights_gib": "GiB", "cache_tokens": "1", "sync_ms": "ms",
          "growth_mib": "MiB", "compile_s": "s"}  # fmt: skip
 COMPILERS = 12  # processes that compile kernels at once
@@ -64,8 +70,8 @@ def main() -> None:
     drive("rollout", options.engines, options, rows)
     for requests in options.requests:
         line = [f"{name} {speeds[name, requests]:.0f}" for name in NAMES if (name, requests) in speeds]
-        for other in ("bf16", "fp8"):
-            if ("ours", requests) in speeds and (other, requests) in speeds:
+        for other in NAMES:
+            if other != "ours" and ("ours", requests) in speeds and (other, requests) in speeds:
                 line.append(f"ours / {other} {speeds['ours', requests] / speeds[other, requests]:.3f}")
         print(f"{requests:4d} requests: {', '.join(line)}", flush=True)
 
@@ -91,9 +97,13 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         "max_model_len": options.input_len + options.output_len + 16,
         "enable_prefix_caching": False, "disable_log_stats": False,
     }  # fmt: skip
-    if engine == "ours":
+    if engine in ("ours", "schedule"):
         from precgraph.vllm import LLM
 
+        if engine == "schedule":
+            from benchmarks.common.splits import use_own_schedule
+
+            use_own_schedule()
         return LLM(folder, **limits).engine
     import vllm
 

@@ -29,6 +29,7 @@ from transformers.utils.hub import cached_file
 
 from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.strict_json import sound
+from precgraph.weight_files import Checkpoint, link_without_target
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_HOST = "huggingface.co"
@@ -81,6 +82,8 @@ def load_model(model: str | Path) -> PreTrainedModel:
     if source.gguf:
         return _load_gguf(source, source.weights)
     _refuse_quantized(source, _json_config(source))
+    if Path(source.weights).is_dir():
+        Checkpoint(source.weights)  # that its files are whole, and that there is one way to read them
     return _from_pretrained(source, source.weights, use_safetensors=True)
 
 
@@ -162,6 +165,7 @@ def find(model: str | Path) -> Source:
         if path.suffix == ".json":
             return Source(str(model), path, None)
         raise InputError("is neither a config.json nor a .gguf file", path=str(model), remedy=_ACCEPTED)
+    _require_target(path)
     return _on_hub(str(model))
 
 
@@ -171,12 +175,19 @@ _ACCEPTED = "pass a directory with a config.json, a config.json, a .gguf file or
 def _in_directory(name: str, path: Path) -> Source:
     if (path / "config.json").is_file():
         return Source(name, path / "config.json", str(path))
+    _require_target(path / "config.json")
     ggufs = sorted(path.glob("*.gguf"))
     if len(ggufs) == 1:
         return Source(name, ggufs[0], str(path), gguf=True)
     if ggufs:
         raise InputError(f"holds {len(ggufs)} .gguf files", path=name, remedy=f"name one, such as {ggufs[0]}")
     raise InputError("holds neither a config.json nor a .gguf file", path=name, remedy=_ACCEPTED)
+
+
+def _require_target(path: Path) -> None:
+    """InputError for a link that leads nowhere, which looks as if nothing were there."""
+    if why := link_without_target(path):
+        raise InputError(f"is {why}", path=str(path), remedy="restore what it leads to, or name another file")
 
 
 def _on_hub(name: str) -> Source:
@@ -299,13 +310,6 @@ def _refuse_quantized(source: Source, config: Any) -> None:
             f"the weights are stored quantised ({method}), and master weights are bfloat16",
             path=source.name, remedy="use the checkpoint that they were made from, or dequantise it to bf16 first",
         )  # fmt: skip
-    folder = Path(source.weights or "")
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
-        raise InputError(
-            "holds pickled weights, which are never read" if pickled else "holds no *.safetensors",
-            path=source.name, remedy="save the model with save_pretrained, which writes safetensors",
-        )  # fmt: skip
 
 
 def _building(source: Source, build: Callable[[], _T]) -> _T:
@@ -313,6 +317,8 @@ def _building(source: Source, build: Callable[[], _T]) -> _T:
     try:
         return build()
     except Exception as error:
+        if source.gguf:
+            _require_whole_gguf(source.config)
         line = _first_line(error) if isinstance(error, OSError | ValueError | RuntimeError) else _all_lines(error)
         raise InputError(
             f"transformers {transformers.__version__} cannot build this model: {line}",
@@ -366,3 +372,15 @@ def _require_gguf(source: Source) -> None:
                 f"reading a GGUF needs {package}, which is not installed",
                 path=source.name, remedy="pip install 'precgraph[gguf]'",
             )  # fmt: skip
+
+
+def _require_whole_gguf(path: Path) -> None:
+    """InputError for a file that ends before its tensors do, by the reader that transformers uses too."""
+    from gguf import GGUFReader
+
+    try:
+        GGUFReader(path)
+    except Exception as error:
+        raise InputError(
+            f"is not a whole GGUF file: {_first_line(error)}", path=str(path), remedy="copy it again"
+        ) from error

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from precgraph import Recipe
-from precgraph.checkpoint import export
+from precgraph.checkpoint import Checkpoint, export
 from precgraph.cli import app
+from precgraph.loading import load_model
 from tests.families import causal_lm
 
 INDEX = "model.safetensors.index.json"
@@ -79,6 +80,35 @@ def doubled(folder: Path) -> None:
     retensored(last, lambda t: t.update({name: torch.zeros(1)}))
 
 
+def one_file_too(folder: Path) -> None:
+    """A later save as one file, in a directory that holds the files and the index of an earlier one."""
+    tensors = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def index_of_both(folder: Path) -> None:
+    """The index names model.safetensors among others, of which transformers reads nothing."""
+    last = sorted(folder.glob("*.safetensors"))[-1]
+    last.rename(folder / "model.safetensors")
+
+    def rename(data: dict[str, Any]) -> None:
+        data["weight_map"] = {n: "model.safetensors" if f == last.name else f for n, f in data["weight_map"].items()}
+
+    edited(folder / INDEX, rename)
+
+
+def index_lost(folder: Path) -> None:
+    """One file and part of an earlier split: vLLM reads both, transformers the one."""
+    one_file_too(folder)
+    (folder / INDEX).unlink()
+
+
+def link_to_nowhere(folder: Path) -> None:
+    file = first(folder)
+    file.unlink()
+    file.symlink_to("/no/such/blob")
+
+
 class Evil:
     def __init__(self, file: Path) -> None:
         self.file = str(file)
@@ -122,6 +152,10 @@ ANY_CHECKPOINT: dict[str, tuple[Damage, str]] = {
     "index of a tensor too many": (index(lambda d: d["weight_map"].update(x=d["weight_map"][WEIGHT])), "'x' is in no"),
     "index elsewhere": (index(lambda d: d["weight_map"].update({WEIGHT: "../../x.safetensors"})), "not a safetensors"),
     "one tensor twice": (doubled, "remove the file that does not belong here"),
+    "one file and an index of others": (one_file_too, "and an index that names model-00001-of-"),
+    "one file in an index of others": (index_of_both, "and an index that names model-00001-of-"),
+    "one file and others without an index": (index_lost, "is in model.safetensors and in model-00001-of-"),
+    "link to nowhere": (link_to_nowhere, "which is a link to /no/such/blob, which is not there"),
     "pickle": (pickled, "holds pickled weights, which are never read"),
     "pickle by another name": (pickle_by_another_name, "is not a whole safetensors file"),
 }
@@ -156,6 +190,7 @@ def test_damaged_masters(case: str, whole: Path, tmp_path: Path) -> None:
     damage(folder := copied(whole / "masters", tmp_path / "masters"))
     refused(words, "export", folder, "-o", tmp_path / "out")
     refused(words, "check", folder, "--level", "weights", "--infer", whole / "fp8")
+    refused(words, "bisect", folder)  # whose reader is transformers
     assert not (tmp_path / "out").exists() and not (folder / "executed").exists()
 
 
@@ -187,6 +222,22 @@ def test_files_of_two_versions(whole: Path, tmp_path: Path) -> None:
     args = ["check", str(folder), "--level", "weights", "--infer", str(whole / "fp8"), "--json"]
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 1 and "PG302" in result.stdout
+
+
+def test_files_that_no_loader_reads(whole: Path, tmp_path: Path) -> None:
+    """Beside an index what it does not name, and beside one file what holds tensors of other names."""
+    folder = copied(whole / "masters", tmp_path / "masters")
+    one_file_too(folder)
+    (folder / "model.safetensors").rename(folder / "model-00009-of-00009.safetensors")
+    assert len(Checkpoint(folder).shards) == 4 and load_model(folder).get_parameter(WEIGHT).any()
+    (folder / "model-00009-of-00009.safetensors").rename(folder / "model.safetensors")
+    for file in [*folder.glob("model-*.safetensors"), folder / INDEX]:
+        file.unlink()
+    save_file({"layers.0.attention.wq.weight": torch.zeros(1)}, folder / "consolidated.safetensors")
+    ours = Checkpoint(folder)
+    assert ours.shards == ["model.safetensors"] and torch.equal(
+        ours.read(WEIGHT), load_model(folder).get_parameter(WEIGHT)
+    )
 
 
 def test_masters_and_checkpoint_of_two_models(whole: Path, tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ BAD_CONFIGS = {
 def test_a_bad_config_is_one_line_that_names_the_file(load: Any, case: str, tmp_path: Path) -> None:
     content, message = BAD_CONFIGS[case]
     path = write(tmp_path, content)
-    write(tmp_path, "never reached", "model.safetensors")
+    save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(PrecGraphError, match=message) as error:
         load(tmp_path)
     assert str(path) in str(error.value)
@@ -179,7 +179,7 @@ def test_weights_that_are_absent_misshapen_or_broken(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"has '{name}' of shape \[287, 160\]"):
         load_model(tmp_path)
     file.write_bytes(b"\0" * 40)
-    with pytest.raises(InputError, match="cannot build this model"):
+    with pytest.raises(InputError, match="model.safetensors: is not a whole safetensors file.*copy it again"):
         load_model(tmp_path)
 
 
@@ -244,6 +244,23 @@ def test_gguf_config_and_weights(tmp_path: Path) -> None:
     layer = model.model.layers[1]
     assert torch.equal(layer.mlp.down_proj.weight, tensors["blk.1.ffn_down.weight"].bfloat16())
     assert torch.equal(layer.self_attn.v_proj.weight, tensors["blk.1.attn_v.weight"].bfloat16())
+
+
+@pytest.mark.parametrize("left", [0.9, 0.1])  # within the tensors, within the metadata
+def test_a_gguf_that_is_cut_off(left: float, tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    small_gguf(path)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * left)])
+    for load in (load_model, load_config_model):
+        with pytest.raises(InputError, match="tiny.gguf: is not a whole GGUF file: .*; copy it again"):
+            load(path)
+
+
+def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("/no/such/blob")
+    for name in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(InputError, match="config.json: is a link to /no/such/blob, which is not there"):
+            find(name)
 
 
 def test_loading_is_silent_and_leaves_the_switches(

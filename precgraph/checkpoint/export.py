@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from precgraph.checkpoint.files import INDEX, SINGLE, Checkpoint
 from precgraph.checkpoint.fp8 import SCALE, Quantization, quantize_tiled
 from precgraph.checkpoint.memory import ModelTensors
 from precgraph.checkpoint.selection import Selection, ignored, select
@@ -23,6 +22,7 @@ from precgraph.checkpoint.whole import whole
 from precgraph.errors import InputError, NonFiniteError, RecipeError, UnsupportedModelError
 from precgraph.loading import find, load_config_model, load_model
 from precgraph.recipe import Recipe
+from precgraph.weight_files import INDEX, SINGLE, Checkpoint
 
 RECIPE = "precgraph_recipe.toml"
 _COPIED = (

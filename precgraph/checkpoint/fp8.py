@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precgraph.checkpoint.files import Checkpoint, Entry
 from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.format import Format
 from precgraph.formats import QTensor, quantize
+from precgraph.weight_files import Checkpoint, Entry
 
 SCALE = "_scale_inv"  # after the name of a weight
 CODES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from precgraph.checkpoint.files import SINGLE, Checkpoint, Entry
 from precgraph.checkpoint.layout import layout
 from precgraph.loading import find, load_model
+from precgraph.weight_files import SINGLE, Checkpoint, Entry
 
 _NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # safetensors' words
 

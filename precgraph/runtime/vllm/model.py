@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from precgraph import ops
 from precgraph.checkpoint import Fp8Checkpoint, layout
-from precgraph.checkpoint.files import read_json
 from precgraph.errors import UnsupportedModelError
 from precgraph.graph import PrecisionGraph
 from precgraph.loading import load_model
@@ -25,6 +24,7 @@ from precgraph.runtime.vllm.quantized import load_quantized
 from precgraph.runtime.vllm.sizes import Sizes, sizes_of
 from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, skeleton, wire
 from precgraph.trace import require_supported, trace
+from precgraph.weight_files import read_json
 
 
 class PrecGraphForCausalLM(nn.Module):

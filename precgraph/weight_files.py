@@ -47,10 +47,7 @@ class Checkpoint:
         for shard, file in self._open.items():
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 if name in self.entries:
-                    raise InputError(
-                        f"{name!r} is in {self.entries[name].shard} and in {shard}",
-                        path=str(self.folder), remedy="remove the file that does not belong here",
-                    )  # fmt: skip
+                    raise _twice(self.folder, name, self.entries[name].shard, shard)
                 part = file.get_slice(name)
                 self.entries[name] = Entry(shard, str(part.get_dtype()), tuple(part.get_shape()))
         _require_index(self.folder, self.entries)
@@ -101,16 +98,38 @@ def _config(folder: Path) -> dict[str, Any]:
     return read_json(folder / "config.json")
 
 
+def link_without_target(path: Path) -> str:
+    """Of a path that is not there, in words: "a link to ..., which is not there", or nothing if it is no link."""
+    return f"a link to {path.readlink()}, which is not there" if path.is_symlink() and not path.exists() else ""
+
+
 def _shards(folder: Path) -> list[str]:
+    """The files that every reader takes, transformers and vLLM too; InputError where they would take different ones.
+
+    transformers reads SINGLE before it looks for an index. vLLM 0.32 reads what the index names, and without an index
+    every file, the later over the earlier ones. A file that an index leaves out is read by neither.
+    """
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
     if (folder / INDEX).is_file():
         shards = sorted(set(_weight_map(folder).values()))
+        if SINGLE in found and shards != [SINGLE]:
+            other = next(shard for shard in shards if shard != SINGLE)
+            raise InputError(
+                f"holds {SINGLE}, and an index that names {other}: some loaders read the one, some the other",
+                path=str(folder), remedy=f"remove {SINGLE}, or {INDEX} and its files",
+            )  # fmt: skip
         for shard in shards:
             if not (folder / shard).is_file():
-                raise InputError(f"the index names {shard}, which is not there", path=str(folder), remedy="copy it too")
+                why = link_without_target(folder / shard)
+                raise InputError(
+                    f"the index names {shard}, which is {why or 'not there'}", path=str(folder), remedy="copy it too"
+                )
         return shards
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
-    if SINGLE in found or len(found) == 1:
-        return [SINGLE if SINGLE in found else found[0]]
+    if SINGLE in found:
+        _require_one_of_each(folder, [name for name in found if name != SINGLE])
+        return [SINGLE]
+    if len(found) == 1:
+        return found
     if found:
         raise InputError(
             f"holds {len(found)} safetensors and no {INDEX}", path=str(folder), remedy="copy the index too"
@@ -120,6 +139,20 @@ def _shards(folder: Path) -> list[str]:
         "holds pickled weights, which are never read" if pickled else "holds no *.safetensors",
         path=str(folder), remedy="save the model with save_pretrained, which writes safetensors",
     )  # fmt: skip
+
+
+def _require_one_of_each(folder: Path, others: list[str]) -> None:
+    """No tensor of SINGLE is in another file: only the names are read."""
+    names = set(_opened(folder / SINGLE).keys())
+    for other in others:
+        if twice := names.intersection(_opened(folder / other).keys()):
+            raise _twice(folder, min(twice), SINGLE, other)
+
+
+def _twice(folder: Path, name: str, first: str, second: str) -> InputError:
+    return InputError(
+        f"{name!r} is in {first} and in {second}", path=str(folder), remedy="remove the file that does not belong here"
+    )
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -152,4 +185,5 @@ def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        raise InputError(f"is not a whole safetensors file: {error}", path=str(path), remedy="copy it again") from error
+        why = link_without_target(path) or f"not a whole safetensors file: {error}"
+        raise InputError(f"is {why}", path=str(path), remedy="copy it again") from error

@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 
 from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.strict_json import sound
-from precgraph.weight_files import Checkpoint, link_without_target
+from precgraph.weight_files import Checkpoint, link_without_target, quantization_table
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_HOST = "huggingface.co"
@@ -234,8 +234,7 @@ def _json_config(source: Source) -> Any:
             path=str(source.config),
             remedy=f"use {' or '.join(served)}" if served else f"no model of type {kind!r} is one",
         )
-    if not isinstance(data.get("quantization_config") or {}, dict):
-        raise InputError("quantization_config holds no table", path=str(source.config), remedy="restore the file")
+    quantization_table(data, str(source.config))
     config = _building(source, lambda: CONFIG_MAPPING[kind].from_dict(dict(data)))
     _require_shapes(source, config)
     return config

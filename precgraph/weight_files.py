@@ -6,7 +6,7 @@ Nothing in a checkpoint is executed: pickled weights are refused, and what an in
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,17 @@ def _config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise InputError("holds no config.json", path=str(folder), remedy="pass a checkpoint's directory")
     return read_json(folder / "config.json")
+
+
+def quantization_table(config: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
+    """The ``quantization_config`` of a model's config, None if it is absent or empty; InputError if it is no table."""
+    table = config.get("quantization_config")
+    if not isinstance(table, Mapping | None):
+        raise InputError(
+            f"quantization_config must be a table, not {table!r}", path=path,
+            remedy='write what the quantiser wrote, such as {"quant_method": "fp8", ...}, or remove it',
+        )  # fmt: skip
+    return table or None
 
 
 def link_without_target(path: Path) -> str:

@@ -171,7 +171,11 @@ QUANTIZED: dict[str, tuple[Damage, str]] = {
     ),
     "quantization_config of a word": (
         lambda f: edited(f / "config.json", lambda c: c.update(quantization_config="fp8")),
-        "has no quantization_config",
+        "quantization_config must be a table, not 'fp8'",
+    ),
+    "quantization_config of a list": (
+        lambda f: edited(f / "config.json", lambda c: c.update(quantization_config=[])),
+        "quantization_config must be a table, not []",
     ),
 }  # fmt: skip
 
@@ -212,6 +216,28 @@ def test_configs_alone_that_no_stack_reads(case: str, whole: Path, tmp_path: Pat
         assert result.exit_code == 1
         return
     assert result.exit_code == 2 and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+def test_a_model_whose_weights_are_stored_in_a_way_that_nothing_reads(case: str, whole: Path, tmp_path: Path) -> None:
+    """Neither side speaks of them, and a verdict would be of another model than the one that was named."""
+    damage, words = QUANTIZED[case]
+    damage(folder := copied(whole / "fp8", tmp_path / "fp8"))
+    if case != "no quantization_config":
+        refused(words, "check", folder)
+        refused(words, "check", folder, "--level", "weights", "--infer", whole / "fp8")
+
+
+def test_a_model_that_is_an_fp8_checkpoint_is_said_not_to_be_looked_at(whole: Path) -> None:
+    def points(*args: object) -> list[str]:
+        result = CliRunner().invoke(app, ["check", *map(str, args), "--json"])
+        return [f["message"] for f in json.loads(result.stdout)["not_proved"] if f["code"].startswith("PG913")]
+
+    fp8 = whole / "fp8"
+    assert points(fp8) == [f"{fp8} is stored in FP8, blocks of 128x128: neither side reads these codes"]
+    assert (
+        points(fp8, "--infer", fp8) == points(fp8, "--train", fp8, "--infer", "vllm") == points(whole / "masters") == []
+    )
 
 
 def test_files_of_two_versions(whole: Path, tmp_path: Path) -> None:

@@ -105,7 +105,10 @@ BAD_CONFIGS = {
     "wrong value": ({**LLAMA, "hidden_size": "wide"}, "cannot build this model.*hidden_size"),
     "uneven heads": ({**LLAMA, "hidden_size": 63}, "cannot build this model.*multiple of"),
     "uneven kv heads": ({**LLAMA, "num_key_value_heads": 3}, "num_attention_heads = 4 is not a multiple of"),
-    "quantization of a word": ({**LLAMA, "quantization_config": "fp8"}, "quantization_config holds no table"),
+    "quantization of a word": (
+        {**LLAMA, "quantization_config": "fp8"},
+        "quantization_config must be a table, not 'fp8'",
+    ),
     "no layers": ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0"),
     "no width": ({**LLAMA, "hidden_size": 0}, "hidden_size is 0"),
     "no vocabulary": ({**LLAMA, "vocab_size": 0}, "vocab_size is 0"),

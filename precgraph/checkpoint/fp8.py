@@ -14,7 +14,7 @@ from torch import Tensor
 from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.format import Format
 from precgraph.formats import QTensor, quantize
-from precgraph.weight_files import Checkpoint, Entry
+from precgraph.weight_files import Checkpoint, Entry, quantization_table
 
 SCALE = "_scale_inv"  # after the name of a weight
 CODES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
@@ -38,8 +38,8 @@ class Quantization:
 
         ``weight_block_size`` may be 128, [128] or [128, 128], as files in the wild have it.
         """
-        table = config.get("quantization_config")
-        if not isinstance(table, Mapping):
+        table = quantization_table(config, path)
+        if table is None:
             raise InputError("the config has no quantization_config", path=path, remedy="pass an FP8 checkpoint")
         if table.get("quant_method") != "fp8":
             raise UnsupportedModelError(

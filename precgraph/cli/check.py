@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from precgraph.cli.model import MODEL, SIDE_HELP, Backend, trace_model
 from precgraph.errors import InputError, PrecGraphError
 
 if TYPE_CHECKING:
+    from precgraph.checkpoint import Quantization
     from precgraph.fix import Plan
     from precgraph.graph import PrecisionGraph
     from precgraph.verify import Report
@@ -136,9 +138,12 @@ def _graphs(
         from precgraph.stacks.pair import explain, linear_modules, parse, resolve_for
 
         named = parse(train), parse(infer)
-        traced = trace_model(model, step)
+        step("starting torch")
         from precgraph.checking import check as compare
-        from precgraph.checking import lowered, trace_served
+        from precgraph.checking import lowered, stored_as, trace_served
+
+        stored = stored_as(model)
+        traced = trace_model(model, step)
         from precgraph.lowering.lower import backend_name, target
         from precgraph.report.layer import drawn_parts
 
@@ -152,6 +157,8 @@ def _graphs(
         infer_graph = lowered(own[1] or traced, "infer", recipes[1], backend, device)
         step("comparing")
         report = explain(compare(train_graph, infer_graph), *sides)
+        if stored and not any(side.checkpoint for side in named):
+            report = _stored_aside(report, model, stored)
         context = {
             "level": "graph",
             "model": model,
@@ -172,6 +179,17 @@ def _graphs(
         return plan_graph(report, sides, linear_modules(traced.graph), env, Path())
 
     return report, context, plan
+
+
+def _stored_aside(report: Report, model: str, stored: Quantization) -> Report:
+    """What is not proved of a MODEL that is an FP8 checkpoint, where no side is one."""
+    from precgraph.verify.report import Finding
+    from precgraph.verify.rules import RULES
+
+    words = f"{model} is stored in FP8, blocks of {stored.block[0]}x{stored.block[1]}: neither side reads these codes"
+    remedy = f"what vLLM makes of them: --infer {model}"
+    point = Finding(RULES["stored quantised"].code, "", "", "weights", (), (), (), words, remedy)
+    return replace(report, not_proved=(*report.not_proved, point))
 
 
 def _compared(report: Report, infer: PrecisionGraph) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
     """Compare the checkpoint ``infer`` with what ``train`` makes of ``masters``; the exit code."""
     with progress() as step:
         step("starting torch")
-        from precgraph.checking import require_same_program
+        from precgraph.checking import require_same_program, stored_as
         from precgraph.checkpoint import Fp8Checkpoint, open_masters, select
         from precgraph.loading import load_config_model
         from precgraph.recipe import Recipe
@@ -27,6 +27,7 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
         named = parse(train), Side("jet_rl", Recipe.jet_rl())
         step("reading names and shapes")
         theirs, ours = Fp8Checkpoint(infer), open_masters(masters)
+        stored_as(masters)  # what is stored in FP8 is refused as masters below, and named
         step("asking the recipe which layers are quantised")
         model = load_config_model(masters)
         traced = trace(model)

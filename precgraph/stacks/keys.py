@@ -69,7 +69,11 @@ def _leaves(
             yield ".".join(full), True
         elif name in here:
             if not isinstance(value, Mapping):
-                raise InputError(f"{'.'.join(full)} must be a table, not {value!r}", path=path)
+                inside = [".".join(key[len(full) :]) for key in sorted(known) if key[: len(full)] == full]
+                raise InputError(
+                    f"{'.'.join(full)} must be a table, not {value!r}", path=path,
+                    remedy=f"keys: {', '.join(inside)}; or remove it",
+                )  # fmt: skip
             yield from _leaves(value, full, known, stack, path)
         else:
             if at != ("env",) and (close := _close(name, here)):

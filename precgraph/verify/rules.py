@@ -180,6 +180,10 @@ RULES: dict[str, Rule] = {
     "not captured": Rule(
         "PG910 not captured", "a value that one side's capture lacks", "capture the outputs of the same modules"
     ),
+    "stored quantised": Rule(
+        "PG913 stored quantised", "whether the model's own quantization_config is part of the check",
+        "name its directory as --infer",
+    ),
     "no influence": Rule("PG911 no influence", "a difference of the machines that changes no bit", "none is needed"),
     "not recorded": Rule("PG912 not recorded", "a fact that one record lacks", "write both records alike"),
 }  # fmt: skip

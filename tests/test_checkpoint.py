@@ -285,6 +285,22 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_masters_of_zeros(tmp_path: Path) -> None:
+    """Some may be meant, and are said; a checkpoint of nothing else was never written."""
+    model = causal_lm("llama")
+    with torch.no_grad():
+        model.get_parameter(WEIGHT).zero_()
+    model.save_pretrained(tmp_path / "some")
+    result = CliRunner().invoke(app, ["export", str(tmp_path / "some"), "-o", str(tmp_path / "fp8")])
+    assert result.exit_code == 0 and f"1 of the weights are all zero, {WEIGHT} first" in result.stdout
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(InputError, match="all 14 weights to quantise are zero"):
+        export(model, tmp_path / "nothing", Recipe.jet_rl())
+    assert not (tmp_path / "nothing").exists()
+
+
 def test_exports_that_are_refused(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(InputError, match="exists already"):
         export(llama / "masters", llama / "fp8", Recipe.jet_rl())

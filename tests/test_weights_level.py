@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from precgraph import CheckError, Format, InputError
+from precgraph import CheckError, Format, InputError, NonFiniteError
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, quantize_tiled, select
 from precgraph.cli import app
 from precgraph.formats import QTensor, dequantize
@@ -269,6 +269,56 @@ def test_each_fault_is_named(fault: str, masters: Path, exported: Path, selectio
     assert report.exit_code == 1
     for finding in report.violations:
         assert finding.message and finding.remedy and len(finding.attributes) == len(finding.train)
+
+
+@pytest.mark.parametrize("side", ["rollout", "masters"])
+def test_what_was_allocated_and_never_written(
+    side: str, masters: Path, exported: Path, selection: Selection, tmp_path: Path
+) -> None:
+    """A weight with its scales, codes alone, a norm: zeros, beside a name of the file."""
+    up, down, norm = (f"{FIRST}{n}.weight" for n in ("mlp.up_proj", "mlp.down_proj", "input_layernorm"))
+
+    def plant(stored: Tensors, ours: Tensors, config: dict[str, Any]) -> None:
+        for name in (up, up + SCALE, down, norm):
+            if name in stored:
+                stored[name] = torch.zeros_like(stored[name].float()).to(stored[name].dtype)
+
+    if side == "rollout":
+        report = outcome(masters, planted(plant, masters, exported, tmp_path / "x"), selection)
+        said, values = "nothing of it is written in model.safetensors", (("values",), ("zeros",))
+    else:
+        report = outcome(planted(plant, masters, masters, tmp_path / "x"), exported, selection)
+        said, values = "nothing of the master is written in model.safetensors", (("zeros",), ("values",))
+    assert codes(report) == {("PG623", up), ("PG623", down), ("PG623", norm)}
+    assert {(f.message, (f.train, f.infer)) for f in report.violations} == {(said, values)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("right", [True, False])
+def test_masters_that_cannot_be_quantised_are_named(
+    value: float, right: bool, masters: Path, exported: Path, selection: Selection, tmp_path: Path
+) -> None:
+    """In the last tile, and whether or not what is stored agrees up to there."""
+    name = f"{FIRST}mlp.up_proj.weight"
+
+    def spoil(stored: Tensors, ours: Tensors, config: dict[str, Any]) -> None:
+        stored[name][-1, -1] = value
+        stored[name][0, 0] += 0.0 if right else 1.0
+
+    bad = planted(spoil, masters, masters, tmp_path / "x")
+    with pytest.raises(NonFiniteError, match=f"{name}: holds NaN or infinity as bfloat16"):
+        outcome(bad, exported, selection)
+
+
+def test_codes_of_nan_are_damage(masters: Path, exported: Path, selection: Selection, tmp_path: Path) -> None:
+    name = f"{FIRST}mlp.up_proj.weight"
+
+    def plant(stored: Tensors, ours: Tensors, config: dict[str, Any]) -> None:
+        stored[name].view(torch.uint8)[:, :64] = 0x7F
+
+    report = outcome(masters, planted(plant, masters, exported, tmp_path / "x"), selection)
+    assert codes(report) == {("PG610", name)}
+    assert report.violations[0].message == f"{320 * 64} of {320 * 192} codes are NaN, which no finite weight becomes"
 
 
 def test_an_engines_rules_are_all_listed(masters: Path, exported: Path, selection: Selection, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from precgraph.checkpoint.fp8 import SCALE, Quantization, quantize_tiled
+from precgraph.checkpoint.fp8 import SCALE, Quantization, not_finite, quantize_tiled
 from precgraph.checkpoint.memory import ModelTensors
 from precgraph.checkpoint.selection import Selection, ignored, select
 from precgraph.checkpoint.whole import whole
@@ -37,8 +37,10 @@ Step = Callable[[str], None]
 class Exported:
     """What was written: how many tensors in FP8 and in the model's dtype, files and bytes.
 
-    ``ragged`` counts the FP8 weights that end within a block. transformers 5.19 takes the size of a block to be rows /
-    blocks when it dequantises them on a machine without a GPU, which is then an error or wrong (192 rows in 2 blocks).
+    ``zeros`` are the FP8 weights that are all zero: a model may begin with such ones, and files that were allocated and
+    never written hold nothing else. ``ragged`` counts the FP8 weights that end within a block. transformers 5.19 takes
+    the size of a block to be rows / blocks when it dequantises them on a machine without a GPU, which is then an error
+    or wrong (192 rows in 2 blocks).
     """
 
     folder: Path
@@ -46,6 +48,7 @@ class Exported:
     kept: int
     shards: int
     nbytes: int
+    zeros: tuple[str, ...]
     ragged: int
 
 
@@ -63,9 +66,9 @@ def export(
     [ceil(N/r), ceil(K/c)], the bytes of the training forward; all else keeps the model's dtype. One shard of the
     source becomes one of the result and only one is in memory. The directory appears whole or not at all.
 
-    Raises InputError (the output exists, a source that does not fit its config), NonFiniteError (naming the weight),
-    RecipeError (nothing to quantise, or blocks that this layout cannot hold), UnsupportedModelError (experts that no
-    table of transformers takes apart, or whose blocks lie across two of a checkpoint's tensors).
+    Raises InputError (the output exists, a source that does not fit its config or is all zero), NonFiniteError (naming
+    the weight), RecipeError (nothing to quantise, or blocks that this layout cannot hold), UnsupportedModelError
+    (experts that no table of transformers takes apart, or whose blocks lie across two of a checkpoint's tensors).
     """
     final = Path(output).expanduser()
     if final.exists():
@@ -176,9 +179,10 @@ def _ragged(selection: Selection) -> int:
 
 def _write(
     source: _Source, selection: Selection, recipe: Recipe, folder: Path, step: Step
-) -> tuple[int, int, int, int]:
+) -> tuple[int, int, int, int, tuple[str, ...]]:
     missing = selection.shapes.keys() - selection.tied.keys()
     table: dict[str, str] = {}
+    zeros: list[str] = []
     quantized = kept = nbytes = 0
     for i, (shard, names) in enumerate(source.shards):
         step(f"quantising {shard}, file {i + 1} of {len(source.shards)}")
@@ -188,6 +192,7 @@ def _write(
             if name in selection.quantized:
                 tensors[name], tensors[name + SCALE] = _quantized(name, tensor, selection)
                 quantized += 1
+                zeros += [] if tensor.any() else [name]
             else:
                 tensors[name] = _kept(name, tensor, selection.dtypes.get(name, tensor.dtype))
                 kept += 1
@@ -198,6 +203,11 @@ def _write(
         raise InputError(
             f"the source lacks {sorted(missing)[0]!r}, one of {len(missing)} tensors", remedy="restore the checkpoint"
         )
+    if len(zeros) == quantized:
+        raise InputError(
+            f"all {quantized} weights to quantise are zero, as in files that were allocated and never written",
+            remedy="restore the checkpoint",
+        )
     if len(source.shards) > 1:
         _json(folder / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(table.items()))})
     config = {k: v for k, v in source.config.items() if k not in ("torch_dtype", "dtype")}
@@ -206,7 +216,7 @@ def _write(
     _json(folder / "config.json", {**config, "dtype": "bfloat16", "quantization_config": quantization})
     source.extras(folder)
     recipe.save(folder / RECIPE)
-    return quantized, kept, len(source.shards), nbytes
+    return quantized, kept, len(source.shards), nbytes, tuple(zeros)
 
 
 def _checked(source: _Source, names: Iterable[str], selection: Selection) -> Iterator[tuple[str, Tensor]]:
@@ -237,7 +247,7 @@ def _quantized(name: str, tensor: Tensor, selection: Selection) -> tuple[Tensor,
     try:
         return quantize_tiled(tensor, selection.format)
     except NonFiniteError as error:
-        raise NonFiniteError(error.message, path=name, remedy="restore the weight from a checkpoint") from error
+        raise not_finite(name, selection.format) from error
 
 
 def _kept(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

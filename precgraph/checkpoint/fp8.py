@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from precgraph.errors import InputError, UnsupportedModelError
+from precgraph.errors import InputError, NonFiniteError, UnsupportedModelError
 from precgraph.format import Format
 from precgraph.formats import QTensor, quantize
 from precgraph.weight_files import Checkpoint, Entry, quantization_table
@@ -182,6 +182,11 @@ def quantize_tiled(weight: Tensor, fmt: Format, *, checked: bool = True) -> tupl
         codes[rows, cols] = part.codes[: min(rows.stop, n) - rows.start, : min(cols.stop, k) - cols.start]
         scales[rows.start // r : -(-rows.stop // r), cols.start // c : -(-cols.stop // c)] = part.scales
     return codes, scales
+
+
+def not_finite(name: str, fmt: Format) -> NonFiniteError:
+    """Of a master that ``fmt`` cannot quantise. A tile's own error would name rows of the tile."""
+    return NonFiniteError(f"holds NaN or infinity as {fmt.source}", path=name, remedy="restore it from a checkpoint")
 
 
 def tiles(n: int, k: int, block: tuple[int, int]) -> Iterator[tuple[slice, slice]]:

@@ -31,12 +31,14 @@ def export(
         write_json({
             "schema": 1, "model": model, "recipe": rules.to_dict(), "folder": str(done.folder),
             "quantized": done.quantized, "kept": done.kept, "files": done.shards, "bytes": done.nbytes,
-            "ragged": done.ragged,
+            "zeros": done.zeros, "ragged": done.ragged,
         })  # fmt: skip
     else:
         typer.echo(
             f"{done.folder}: {done.quantized} weights in {rules.linear.weight}, {done.kept} tensors as they were, "
             f"{done.shards} {'file' if done.shards == 1 else 'files'}, {done.nbytes / 1e6:.1f} MB"
         )
+        if done.zeros:
+            typer.echo(f"{len(done.zeros)} of the weights are all zero, {done.zeros[0]} first: was their file written?")
         if done.ragged:
             typer.echo(f"{done.ragged} of the weights end within a block, which transformers without a GPU cannot read")

@@ -234,6 +234,9 @@ def _transposed(w: Weight) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 def _unexplained(w: Weight) -> Explanation:
     """No rule makes these bytes: is it damage, an older weight, or another weight altogether?"""
+    wrong = int((~w.stored_codes.view(w.format.torch_dtype).float().isfinite()).sum())
+    if wrong:
+        return Explanation("damaged", f"{wrong} of {w.codes.numel()} codes are NaN, which no finite weight becomes")
     off = int((w.codes != w.stored_codes).sum())
     if w.same_scales and off <= DAMAGE * w.codes.numel():
         return Explanation("damaged", f"{off} of {w.codes.numel()} codes differ under equal scales")

@@ -126,6 +126,9 @@ RULES: dict[str, Rule] = {
     ),
     "scale shape": Rule("PG621 scale shape", "how many scales a weight has, and of which dtype", "store [N, K] blocks"),
     "codes transposed": Rule("PG622 codes transposed", "the order of a weight's two dimensions", "store [N, K]"),
+    "all zero": Rule(
+        "PG623 all zero", "whether a tensor was ever written", "write that file again, from what it was made of"
+    ),
     "other weights": Rule(
         "PG699 unexplained", "whether the weight is the master's at all", "name the masters that it was made from"
     ),

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, ModelTensors, Selection
-from precgraph.checkpoint.fp8 import CODES, SCALE, tiles
-from precgraph.errors import CheckError, InputError
+from precgraph.checkpoint.fp8 import CODES, SCALE, not_finite, quantize_tiled, tiles
+from precgraph.errors import CheckError, InputError, NonFiniteError
 from precgraph.format import Format
 from precgraph.formats import quantize
 from precgraph.verify.explain import Explainer, Weight, as_bytes, changes
@@ -36,7 +36,8 @@ def check_weights(
 ) -> Report:
     """Compare ``stored`` with what ``selection``'s format makes of ``masters``; every tensor of both is accounted for.
 
-    ``compared`` counts tensors. Raises CheckError if nothing could be compared, InputError for unreadable files.
+    ``compared`` counts tensors. Raises CheckError if nothing could be compared, InputError for unreadable files,
+    NonFiniteError for a master that cannot be quantised.
     """
     return _Check(masters, stored, selection).run(threads, step)
 
@@ -159,6 +160,8 @@ class _Check:
         master = master.to(dtype)
         if torch.equal(_raw(master), _raw(stored)):
             return []
+        if unwritten := self._unwritten(name, stored, master):
+            return [unwritten]
         off = int((_raw(master) != _raw(stored)).sum())
         return [
             self._finding(
@@ -170,13 +173,29 @@ class _Check:
         master, codes, scales = self.masters.read(name), as_bytes(self.stored.read(name)), self.stored.scale(name)
         fmt = replace(self.format, dtype=CODES[self.stored.entries[name].dtype])
         found = [] if fmt.dtype == self.format.dtype else [self._differs(name, ["dtype"], fmt)]
-        if _same(master, codes, scales, fmt):
-            return found
-        own_codes, own_scales = _made(master, fmt)
-        why = self.explainer.explain(Weight(name, master, fmt, own_codes, own_scales, codes, scales))
+        try:
+            if _same(master, codes, scales, fmt):
+                return found
+            own_codes, own_scales = quantize_tiled(master, fmt)
+        except NonFiniteError as error:
+            raise not_finite(self._master(name), fmt) from error
+        weight = Weight(name, master, fmt, as_bytes(own_codes), own_scales, codes, scales)
+        why = self.explainer.explain(weight)
         if why.format is not None:
             return [*found, self._differs(name, changes(fmt, why.format), why.format)]
+        if not weight.same_codes and (unwritten := self._unwritten(name, codes, master)):
+            return [*found, unwritten]
         return [*found, self._finding(why.kind, name, "by the rule", why.kind, why.detail)]
+
+    def _unwritten(self, name: str, stored: Tensor, master: Tensor) -> Finding | None:
+        """Of two that differ: that one of them is nothing but zeros."""
+        if not stored.any():
+            words = f"nothing of it is written in {self.stored.entries[name].shard}"
+            return self._finding("all zero", name, "values", "zeros", words)
+        if not master.any():
+            words = f"nothing of the master is written in {self.masters.entries[self._master(name)].shard}"
+            return self._finding("all zero", name, "zeros", "values", words)
+        return None
 
     # ------------------------------------------------------------------------------------------ findings
     def _differs(self, name: str, attributes: list[str], found: Format) -> Finding:
@@ -204,25 +223,21 @@ class _Check:
 
 
 def _same(master: Tensor, codes: Tensor, scales: Tensor, fmt: Format) -> bool:
-    """Whether a weight's bytes are what ``fmt`` makes of the master: tile by tile, up to the first difference."""
+    """Whether a weight's bytes are what ``fmt`` makes of the master: tile by tile, up to the first difference.
+
+    NonFiniteError: up to there, the master holds what cannot be quantised.
+    """
     r, c = fmt.block
     n, k = codes.shape
     if scales.shape != (-(-n // r), -(-k // c)):
         return False
     for rows, cols in tiles(n, k, fmt.block):
-        q = quantize(master[rows, cols], fmt)
+        q = quantize(master[rows, cols], fmt, checked=True)
         part = as_bytes(q.codes)[: rows.stop - rows.start, : cols.stop - cols.start]
         blocks = (slice(rows.start // r, -(-rows.stop // r)), slice(cols.start // c, -(-cols.stop // c)))
         if not torch.equal(q.scales, scales[blocks]) or not torch.equal(part, codes[rows, cols]):
             return False
     return True
-
-
-def _made(master: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    from precgraph.checkpoint.fp8 import quantize_tiled
-
-    codes, scales = quantize_tiled(master, fmt, checked=False)
-    return as_bytes(codes), scales
 
 
 def skips(entry: str, module: str) -> bool:

@@ -224,6 +224,12 @@ WHY: dict[str, Why] = {
         "",
         "A Conv1D-style [K, N] weight that is stored where a linear's [N, K] belongs.",
     ),
+    "all zero": Why(
+        "A file that was allocated at its full size and never filled reads as zeros: its header is whole, and its "
+        "layers add nothing.",
+        "",
+        "An exporter that stopped after it had reserved the space, or a copy to a full disk.",
+    ),
     "other weights": Why(
         "The codes are far from the master, in no rule's way: it is another model's weight, or another layer's.",
         "",

@@ -227,13 +227,8 @@ def _json_config(source: Source) -> Any:
     names = data.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise InputError("the config has no architectures", path=str(source.config), remedy=f"add {_suggestion(kind)}")
-    served = _causal_lms(kind)
-    if names[0] not in served:
-        raise UnsupportedModelError(
-            f"{names[0]} is not a causal language model of transformers {transformers.__version__}",
-            path=str(source.config),
-            remedy=f"use {' or '.join(served)}" if served else f"no model of type {kind!r} is one",
-        )
+    if names[0] not in _causal_lms(kind):
+        raise _other_class(source, kind, names[0])
     quantization_table(data, str(source.config))
     config = _building(source, lambda: CONFIG_MAPPING[kind].from_dict(dict(data)))
     _require_shapes(source, config)
@@ -274,6 +269,21 @@ def _unknown_type(source: Source, kind: Any, remote_code: bool) -> UnsupportedMo
     return UnsupportedModelError(
         f"transformers {transformers.__version__} knows no model type {kind!r}",
         path=path, remedy=f"did you mean {close[0]!r}?" if close else "upgrade transformers",
+    )  # fmt: skip
+
+
+def _other_class(source: Source, kind: str, name: str) -> UnsupportedModelError | InputError:
+    """Of a class that is no causal language model of the model type ``kind``."""
+    path, served = str(source.config), _causal_lms(kind)
+    owner = next((k for k in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in _causal_lms(k)), None)
+    if owner is not None:
+        return InputError(
+            f"model_type is {kind!r}, and architectures names {name}, which is of {owner!r}",
+            path=path, remedy="correct the one that is wrong",
+        )  # fmt: skip
+    return UnsupportedModelError(
+        f"{name} is not a causal language model of transformers {transformers.__version__}",
+        path=path, remedy=f"use {' or '.join(served)}" if served else f"no model of type {kind!r} is one",
     )  # fmt: skip
 
 

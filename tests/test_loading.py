@@ -98,6 +98,10 @@ BAD_CONFIGS = {
         {**LLAMA, "architectures": ["LlamaForSequenceClassification"]},
         "LlamaForSequenceClassification is not a causal language model.*use LlamaForCausalLM",
     ),
+    "class of another type": (
+        {**LLAMA, "model_type": "qwen2"},
+        "model_type is 'qwen2', and architectures names LlamaForCausalLM, which is of 'llama'; correct the one",
+    ),
     "encoder and decoder": (
         {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
         "not a causal language model.*no model of type 't5' is one",

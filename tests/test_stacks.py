@@ -282,11 +282,18 @@ def test_what_no_stack_says_is_no_finding_against_hugging_face(name: str) -> Non
         assert {f.code for f in report.violations} == {"PG108 quantised on one side"}
         assert {f.module for f in report.violations} == set(MODULES)
         (remedy,) = {f.remedy for f in report.violations}
-        assert "in FP8 too: the recipe bf16 quantises no layer" in remedy
+        assert "in FP8 too: the recipe bf16 quantises no layer; or switch FP8 off in " in remedy
     mine = replace(Recipe.jet_rl(), norm=NormRule(compute="bfloat16"), attention=AttentionRule(softmax="bfloat16"))
     ours, theirs = resolve(Side("mine", mine), parse(name), MODULES, NO_ENV)
     assert replace(theirs.recipe, name="jet_rl", linear=mine.linear) == mine == ours.recipe
     assert theirs.recipe.linear.activation != mine.linear.activation
+
+
+def test_a_recipe_is_turned_off_by_naming_another() -> None:
+    plain = stack("vllm", dtype="bfloat16")
+    for report, which in ((check("jet_rl", plain), "train"), (check(plain, "jet_rl"), "infer")):
+        (remedy,) = {f.remedy for f in report.violations}
+        assert remedy.endswith(f"vLLM quantises no layer; or name bf16 as --{which}")
 
 
 def test_fp8_layers_in_the_arithmetic_of_torch_run() -> None:

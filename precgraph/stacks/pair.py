@@ -220,8 +220,12 @@ def _plain_side(sides: tuple[Resolved, Resolved]) -> str:
         return ""
     names = [r.side.stack.title if r.side.stack else f"the recipe {r.recipe.name}" for r in sides]
     if plain[0]:
-        return f"train in FP8 too: {names[0]} quantises no layer; or serve with {names[1]} unquantised"
-    return f"serve in FP8 too: {names[1]} quantises no layer; or train with {names[0]} unquantised"
+        return f"train in FP8 too: {names[0]} quantises no layer; or {_without_fp8(sides[1], 'infer')}"
+    return f"serve in FP8 too: {names[1]} quantises no layer; or {_without_fp8(sides[0], 'train')}"
+
+
+def _without_fp8(side: Resolved, which: str) -> str:
+    return f"switch FP8 off in {side.side.stack.title}" if side.side.stack else f"name bf16 as --{which}"
 
 
 def _skip_remedy(finding: Finding, side: Resolved) -> str:

@@ -35,6 +35,7 @@ class Pair:
 
     family: str
     vocabulary: int
+    positions: int | None
     device: torch.device
     backend: str
     trace: Trace
@@ -47,11 +48,16 @@ class Pair:
         return Run(self.graphs[mode], self.store, ids)
 
     def require(self, ids: Tensor) -> None:
-        """InputError for tokens that the model does not have."""
+        """InputError for tokens that the model does not have, or more than it has positions for."""
         if int(ids.min()) < 0 or int(ids.max()) >= self.vocabulary:
             raise InputError(
                 f"the tokens are {int(ids.min())}..{int(ids.max())}, outside the vocabulary 0..{self.vocabulary - 1}",
                 remedy="use tokens of this model's tokenizer",
+            )
+        if self.positions is not None and len(ids) > self.positions:
+            raise InputError(
+                f"{len(ids)} tokens exceed the model's max_position_embeddings of {self.positions}",
+                remedy="take fewer: what it computes beyond is of no model that was trained",
             )
 
 
@@ -78,8 +84,8 @@ def load_pair(model: str, train: str, infer: str, backend: str, env: Mapping[str
             step(f"building the program of {spec}")
             graphs[mode] = lowered(traced, mode, side.recipe, backend, device)
     store = WeightStore(traced.tensors)
-    vocabulary = int(loaded.config.vocab_size)
-    return Pair(type(loaded).__name__, vocabulary, device, backend, traced, sides, graphs, store)
+    vocabulary, positions = int(loaded.config.vocab_size), getattr(loaded.config, "max_position_embeddings", None)
+    return Pair(type(loaded).__name__, vocabulary, positions, device, backend, traced, sides, graphs, store)
 
 
 class Run:

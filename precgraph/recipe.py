@@ -143,6 +143,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _choice("arithmetic", self.arithmetic, ("exact", "aten"))
+        if self.select.min_features < 0:
+            raise RecipeError(f"select.min_features = {self.select.min_features} is less than 0")
         for key, value in (
             ("linear.accumulate", self.linear.accumulate), ("linear.output", self.linear.output),
             ("lm_head.operands", self.lm_head.operands), ("lm_head.logits", self.lm_head.logits),

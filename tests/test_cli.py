@@ -319,6 +319,7 @@ def test_recipes_that_cannot_be_read(llama: Path, tmp_path: Path) -> None:
         ("", "holds no rule"),
         ("# linear.output = 'float32'\n", "holds no rule"),
         ("[linear]\naccumulate = 'int4'", "linear.accumulate = 'int4' is not one of"),
+        ("[select]\nmin_features = -1", "select.min_features = -1 is less than 0"),
         ("[linear.weight]\ndtype = 'float8_e4m3fn'\ngranularity = '1x0'", "granularity"),
     ):
         path.write_text(text)

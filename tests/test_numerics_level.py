@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor, fx
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from precgraph import probe
@@ -513,6 +518,23 @@ def test_prompt_files(folder: Path, tmp_path: Path) -> None:
         bad.write_text(text)
         result = run(folder, "--prompt-file", bad)
         assert result.exit_code == 2 and "bad.json" in result.stderr, result.output
+
+
+@pytest.mark.parametrize(("text", "said"), [("", "is 0 tokens"), ("a", "is 1 token of"), ("a a a", "")])
+def test_a_prompt_of_text(text: str, said: str, folder: Path, tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"a": 5, "?": 0}, "?"))
+    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    shutil.copytree(folder, tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
+    (tmp_path / "prompt.txt").write_text(text)
+    result = run(tmp_path / "model", "--prompt-file", tmp_path / "prompt.txt")
+    assert result.exit_code == (2 if said else 0), result.output
+    assert said in result.stderr
+
+
+def test_more_tokens_than_the_model_has_positions_for(folder: Path) -> None:
+    result = run(folder, "--tokens", 1025)
+    assert result.exit_code == 2 and "1025 tokens exceed the model's max_position_embeddings of 1024" in result.stderr
 
 
 def test_the_snippet_of_the_documentation(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,11 @@ def probe_tokens(model: str, tokens: int, seed: int, prompt_file: str | None, vo
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot be read: {error}", path=prompt_file) from None
     ids: Any = _parse(text, prompt_file) if prompt_file.endswith(".json") else _tokenize(text, model)
+    if not prompt_file.endswith(".json") and len(ids) < 2:
+        raise InputError(
+            f"its text is {len(ids)} token{'s' * (len(ids) != 1)} of the model's tokenizer", path=prompt_file,
+            remedy="write a text of two or more",
+        )  # fmt: skip
     if not isinstance(ids, list) or len(ids) < 2 or not all(type(i) is int and i.bit_length() < 64 for i in ids):
         raise InputError("is no list of two or more token ids", path=prompt_file, remedy="write [1, 2, 3], or a text")
     return torch.tensor(ids)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import precgraph
 from benchmarks.common.results import Result, append
+from benchmarks.common.spans import tell
 from precgraph.format import Format
 from precgraph.recipe import Recipe
 from precgraph.runtime.contexts import PackedContext
@@ -135,29 +135,15 @@ def backend(attention: str) -> Any:
 # ------------------------------------------------------------------------------------------ reports
 
 
-def profile(title: str, call: Callable[[], object], count: int = 28) -> None:
-    """Where the time of a call goes, by kernel, and how long the card waits between kernels; in a row, as timed."""
+def profile(title: str, call: Callable[[], object]) -> None:
+    """Where the time of a call goes; in a row, as timed."""
     for _ in range(2):
         call()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(CALLS):
             call()
         torch.cuda.synchronize()
-    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in trace.events() if on_card(e))
-    spent: dict[str, list[float]] = defaultdict(list)
-    for begin, end, name in spans:
-        spent[name].append((end - begin) / 1000)
-    busy, last = 0.0, spans[0][0]
-    for begin, end, _ in spans:  # kernels of two streams may overlap
-        busy += max(0.0, end - max(begin, last)) / 1000
-        last = max(last, end)
-    wall = (last - spans[0][0]) / 1000
-    print(
-        f"{title}: {wall / CALLS:.1f} ms a call, kernels {busy / CALLS:.1f}, between them {(wall - busy) / CALLS:.1f}"
-    )
-    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1]))[:count]:
-        share = 100 * sum(times) / wall
-        print(f"  {sum(times) / CALLS:8.2f} ms {share:5.1f} % {len(times) // CALLS:5d} x {name[:110]}")
+    tell(title, ((e.time_range.start, e.time_range.end, e.name) for e in trace.events() if on_card(e)), CALLS)
 
 
 def on_card(event: Any) -> bool:

@@ -6,7 +6,8 @@ with time to first token, memory and start-up. ``bf16`` and ``fp8`` are vLLM as 
 graphs, its own choice of runner and attention, ``quantization="fp8_per_block"``); all engines run in a process of their
 own with asynchronous scheduling, and report the sampled tokens' log-probabilities. ``schedule`` is ``ours`` with vLLM's
 own splits and tiles of attention, fast and not exact: what exactness costs. ``kernels`` compiles DeepGEMM's kernels in
-parallel before; ``sync`` and ``ipc`` time weight updates in one process and between two.
+parallel before; ``sync`` and ``ipc`` time weight updates in one process and between two. ``--profile`` adds a table of
+what the card does in decoding steps, of a run of its own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from benchmarks.common.engines import add_options, drive, folder_of, qwen3_8b, random_model, report, smollm2
 from benchmarks.common.results import Result
+from benchmarks.common.spans import of_trace, tell
 
 ENGINES = ("kernels", "ours", "schedule", "bf16", "fp8", "sync", "ipc")
 NAMES = {
@@ -35,6 +37,7 @@ UNITS = {"tokens/s": "1/s", "ttft_s": "s", "start_s": "s", "weights_gib": "GiB",
          "growth_mib": "MiB", "compile_s": "s"}  # fmt: skip
 COMPILERS = 12  # processes that compile kernels at once
 SYNCS = 50
+PREFILL_STEPS, PROFILED = 48, 16  # steps that a profile leaves out, for prompts, and those that it shows
 
 
 def arguments() -> argparse.Namespace:
@@ -45,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=1024)
     parser.add_argument("--warmup-len", type=int, default=16, help="new tokens of the run that warms up")
     parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--profile", action="store_true")
     add_options(parser, limit=900)
     return parser.parse_args()
 
@@ -86,6 +90,20 @@ def throughput(engine: str, options: argparse.Namespace) -> None:
     for requests in options.requests:
         run(llm, options, requests, options.warmup_len)
         report(requests=requests, **run(llm, options, requests, options.output_len))
+        if options.profile:
+            profile(engine, llm, options, requests)
+
+
+def profile(engine: str, llm: Any, options: argparse.Namespace, requests: int) -> None:
+    """Print, to the part's log, where the card's time goes in steps that only decode."""
+    for old in options.logs.glob("*.json.gz"):
+        old.unlink()
+    llm.start_profile()
+    run(llm, options, requests, PREFILL_STEPS + 3 * PROFILED)
+    llm.stop_profile()
+    for trace in options.logs.glob("*.json.gz"):
+        tell(f"{engine}, {requests} requests, decoding", of_trace(trace), PROFILED)
+        trace.rename(options.logs / f"{engine}-{requests}.trace.gz")
 
 
 def start(engine: str, options: argparse.Namespace) -> Any:
@@ -97,6 +115,12 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         "max_model_len": options.input_len + options.output_len + 16,
         "enable_prefix_caching": False, "disable_log_stats": False,
     }  # fmt: skip
+    if options.profile:
+        limits["profiler_config"] = {
+            "profiler": "torch", "torch_profiler_dir": str(options.logs.absolute()), "ignore_frontend": True,
+            "torch_profiler_with_stack": False, "torch_profiler_dump_cuda_time_total": False,
+            "delay_iterations": PREFILL_STEPS, "max_iterations": PROFILED - 1,
+        }  # fmt: skip
     if engine in ("ours", "schedule"):
         from precgraph.vllm import LLM
 

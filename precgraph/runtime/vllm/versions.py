@@ -66,6 +66,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.v1.worker.gpu_worker", "Worker", has=("load_model", "sleep", "wake_up")),
     Symbol("vllm.v1.worker.cpu_worker", "CPUWorker", has=("load_model", "init_device")),
     Symbol("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", has=("load_model", "get_model")),
+    Symbol("vllm.v1.worker.gpu_input_batch", "InputBatch", takes=("logitsprocs_need_output_token_ids",)),
     Symbol("vllm.v1.sample.sampler", "Sampler.forward", takes=("logits", "sampling_metadata")),
     Symbol(
         "vllm.v1.sample.metadata", "SamplingMetadata",

@@ -42,6 +42,9 @@ class ExactWorker:
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._require_digest()
         runner, model = self.model_runner, self._model()
+        # Or each step would wait for the tokens of the step before: vLLM takes any processor of logits, so our gate
+        # too, for one that reads them.
+        runner.input_batch.logitsprocs_need_output_token_ids = False
         seed = self.vllm_config.model_config.seed or 0
         runner.sampler = ExactSampler(runner.sampler, runner, seed, lambda: model.compiled.store.version)
 

@@ -106,27 +106,42 @@ def check(
 
         raise typer.Exit(check_bytes(model, train, infer, output))
     report, context, plan = _graphs(model, train, infer, backend, os.environ)
-    there = ""  # in the environment that was written
+    there: list[str] = []  # in the environment that was written
     if mended := output.mend(plan):
         try:
             report, context, _ = _graphs(model, train, infer, backend, os.environ)
             if mended.environment:
-                there = _there(*_graphs(model, train, infer, backend, {**os.environ, **mended.environment})[:2], output)
+                in_it = _graphs(model, train, infer, backend, {**os.environ, **mended.environment})
+                there = _there(output.document(report, context), output.document(*in_it[:2]))
         except PrecGraphError:  # no kernel, for one: then the files were better before
             mended.undo()
             raise
     code = output.conclude(report, context)
-    if there:
-        typer.echo(there, err=True)
+    for line in there:
+        typer.echo(line, err=True)
     raise typer.Exit(code)
 
 
-def _there(report: Report, context: dict[str, Any], output: results.Output) -> str:
+def _there(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
+    """What the variables of the environment file settle, by the documents of both environments, and what to do about
+    the rest, which no variable does: as many nodes may differ, each in fewer rules."""
     from precgraph.fix.environment import FILE
+    from precgraph.report import one_line
+    from precgraph.verify.rules import rule
 
-    left = len(output.document(report, context)["violations"])
+    before, after = (
+        dict.fromkeys(rule(a).code for finding in document["violations"] for a in finding["attributes"])
+        for document in (here, there)
+    )
+    settled = ", ".join(code for code in before if code not in after) or "some of the differences"
+    left = len(there["violations"])
     rest = f"{left} root causes remain" if left > 1 else f"{'one' if left else 'no'} root cause remains"
-    return f"{FILE}: {rest} in that environment; the result above is of this one"
+    cause = f", of what no variable settles: {', '.join(after)}" if left else ""
+    remedies = dict.fromkeys(f["remedy"] for f in there["violations"])
+    return [
+        f"{FILE} settles {settled}; {rest} in that environment{cause}; the result above is of this one",
+        *(one_line(f"by hand: {remedy}") for remedy in remedies),
+    ]
 
 
 def _graphs(

@@ -25,7 +25,7 @@ from trainer.errors import ConfigError, MetricAssertionError, TrainerError
 from trainer.files import replace_text
 
 Record = dict[str, Any]
-POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)  # bucket borders, in response tokens; the last is open
+POSITIONS = (0, 1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # bucket borders, in response tokens; the last is open
 ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)  # bucket borders, in nats; the last is open
 ERROR_LIMIT = 1.05  # of mean exp|Δ|, above which NeMo-RL's documentation calls a run suspect
 
@@ -49,7 +49,7 @@ FOREIGN: dict[str, dict[str, str]] = {
 
 
 def bucket_names(borders: Sequence[float]) -> list[str]:
-    """``0-16``, ..., ``16384+``."""
+    """``0-1``, ..., ``16384+``."""
     text = [f"{b:g}" for b in borders]
     return [*(f"{a}-{b}" for a, b in itertools.pairwise(text)), f"{text[-1]}+"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch.autograd.function import once_differentiable
 
 from precgraph.errors import InputError
 from precgraph.runtime.inputs import require_values
+
+if TYPE_CHECKING:
+    from precgraph.lowering.triton.logprobs import LogProbs
 
 MIN_TEMPERATURE = 1e-5  # logits / temperature must not overflow; vLLM takes what is below it for greedy
 MAX_TEMPERATURE = 1e18  # the GPU's kernel divides exactly up to 2**90; all tokens are as likely long before
@@ -77,10 +80,19 @@ def _at(logp: Tensor, ids: Tensor) -> Tensor:
 
 def _on_gpu(logits: Tensor, ids: Tensor, divisor: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies ``[N]``; without ``entropy`` the latter are empty."""
+    from precgraph.lowering.triton.logprobs import logprobs
+
     rows = logits.shape[:1]
     ids, divisor = ids.reshape(rows).long().contiguous(), divisor.expand(rows).contiguous()
-    chosen, entropies = _GpuLogProbs.apply(logits, ids, divisor, entropy)  # type: ignore[no-untyped-call]
-    return chosen, entropies
+    if torch.is_grad_enabled() and logits.requires_grad:
+        chosen, entropies = _GpuLogProbs.apply(logits, ids, divisor, entropy)  # type: ignore[no-untyped-call]
+        return chosen, entropies
+    found = logprobs(logits, ids, divisor, entropy=entropy)
+    return found.chosen, _or_empty(found)
+
+
+def _or_empty(found: LogProbs) -> Tensor:
+    return found.chosen.new_empty(0) if found.entropy is None else found.entropy
 
 
 class _GpuLogProbs(torch.autograd.Function):
@@ -91,7 +103,7 @@ class _GpuLogProbs(torch.autograd.Function):
         from precgraph.lowering.triton.logprobs import logprobs
 
         found = logprobs(logits, ids, divisor, entropy=entropy)
-        entropies = found.chosen.new_empty(0) if found.entropy is None else found.entropy
+        entropies = _or_empty(found)
         ctx.entropy = entropy
         ctx.save_for_backward(logits, ids, divisor, found.normalizer, entropies)
         if not entropy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -151,6 +152,7 @@ class _Call:
                 )
 
 
+_ONE = 1.0  # a name, or Python would multiply when it compiles
 _SAVED = object()  # in the place of a tensor that autograd keeps
 
 pytree.register_pytree_node(
@@ -218,7 +220,9 @@ def require_numerics_state() -> None:
 
 def subnormals_are_flushed() -> bool:
     """Whether this thread's fp32 arithmetic takes subnormal numbers for zero."""
-    return float(torch.tensor(1e-40, dtype=torch.float32, device="cpu") * 1.0) == 0.0
+    return (
+        math.ulp(0.0) * _ONE == 0.0
+    )  # the flag is the thread's, for numbers of any width; a program asks at each step
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

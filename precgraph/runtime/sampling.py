@@ -87,12 +87,13 @@ class Sampled:
 class Rows:
     """Parameters of a batch on its device, made once for as long as the batch stays the same.
 
-    ``temperature [N]`` fp32, 1 for greedy rows. ``greedy``, ``whole`` and ``cut`` are the indices of rows that take
-    the likeliest token, draw from all, and draw from some; None for none of the batch, for which ``count [C, 1]`` and
-    ``share [C, 1]`` are top-k (0: all) and top-p.
+    ``temperature [N]`` fp32, 1 for greedy rows; ``ones [N]`` float64. ``greedy``, ``whole`` and ``cut`` are the indices
+    of rows that take the likeliest token, draw from all, and draw from some; None for none of the batch, for which
+    ``count [C, 1]`` and ``share [C, 1]`` are top-k (0: all) and top-p.
     """
 
     temperature: Tensor
+    ones: Tensor
     greedy: Tensor | None
     whole: Tensor | None
     cut: Tensor | None
@@ -106,7 +107,8 @@ class Rows:
         index = {kind: on_device(found, torch.int64, device) if found else None for kind, found in rows.items()}
         cut = [params[i] for i in rows["cut"]]
         return cls(
-            on_device([p.temperature or 1.0 for p in params], torch.float32, device), **index,
+            on_device([p.temperature or 1.0 for p in params], torch.float32, device),
+            torch.ones(len(params), dtype=torch.float64, device=device), **index,
             count=on_device([p.top_k for p in cut], torch.int64, device)[:, None],
             share=on_device([p.top_p for p in cut], torch.float64, device)[:, None],
         )  # fmt: skip
@@ -132,9 +134,11 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
         from precgraph.lowering.triton.draw import draw as draw_whole
     else:
         require_finite((logits / rows.temperature[:, None]).amax(-1))
-    count = logits.shape[0]
-    ids = torch.empty(count, dtype=torch.int64, device=logits.device)
-    kept = torch.ones(count, dtype=torch.float64, device=logits.device)
+    if rows.whole is not None and rows.whole.shape == rows.ones.shape:  # most steps: nothing to gather or to scatter
+        ids = draw_whole(logits, rows.temperature, quantiles)
+        return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature), rows.ones)
+    ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    kept = rows.ones.clone()
     if rows.greedy is not None:
         ids.index_copy_(0, rows.greedy, _rows(logits, rows.greedy).argmax(-1))
     if rows.whole is not None:
@@ -146,6 +150,15 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
         ids.index_copy_(0, rows.cut, drawn)
         kept.index_copy_(0, rows.cut, held)
     return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature), kept)
+
+
+def ranks(logits: Tensor, ids: Tensor) -> Tensor:
+    """``[N]`` int64: how many logits of a row of ``logits [N, V]`` are at least that of its token ``ids [N]``."""
+    if logits.device.type == "cuda":
+        from precgraph.lowering.triton.draw import ranks as on_gpu
+
+        return on_gpu(logits, ids)
+    return (logits >= logits.gather(1, ids[:, None])).sum(1)
 
 
 def require_finite(values: Tensor) -> None:

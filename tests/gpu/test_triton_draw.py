@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from precgraph.runtime.logprobs import logprobs_from_logits
-from precgraph.runtime.sampling import Rows, SamplingParams, sample
+from precgraph.runtime.sampling import Rows, SamplingParams, ranks, sample
 
 pytestmark = pytest.mark.gpu
 VOCABULARIES = (997, 4096, 9001, 151936)
@@ -46,6 +46,16 @@ def test_a_row_draws_alone_what_it_draws_in_a_batch(width: int) -> None:
     for row in range(0, logits.shape[0], 9):
         part = slice(row, row + 1)
         assert torch.equal(draw(logits[part].contiguous(), temperature[part], quantiles[part]), whole[part])
+
+
+@pytest.mark.parametrize("width", VOCABULARIES)
+def test_ranks(width: int) -> None:
+    logits = batch(width)[0]
+    logits[7, ::2] = logits[7, 1]  # many that are equal
+    logits[9, 4] = torch.nan
+    ids = torch.arange(logits.shape[0], device="cuda") * 5 % width
+    ids[3], ids[5], ids[9] = 0, width - 1, 4  # minus infinity, the largest, NaN
+    assert torch.equal(ranks(logits, ids), (logits >= logits.gather(1, ids[:, None])).sum(1))
 
 
 def test_bf16_logits_are_read_as_fp32() -> None:

@@ -86,7 +86,7 @@ def test_nothing_to_measure_is_finite(values: tuple[list[float], list[float]]) -
 def test_buckets() -> None:
     got = measured([0.0] * 4, [0.1, 0.3, 0.5, 0.7], place=[0, 15, 16, 300], entropy=[0.0, 0.1, 3.0, 0.05])
     positions = {k.rsplit("/")[-1]: v for k, v in got.items() if k.startswith("mismatch/position/")}
-    assert positions == pytest.approx({"0-16": 0.2, "16-64": 0.5, "256-1024": 0.7})
+    assert positions == pytest.approx({"0-1": 0.1, "8-16": 0.3, "16-64": 0.5, "256-1024": 0.7})
     entropies = {k.rsplit("/")[-1]: v for k, v in got.items() if k.startswith("mismatch/entropy/")}
     assert entropies == pytest.approx({"0-0.1": 0.4, "0.1-0.5": 0.3, "2+": 0.5})
     assert bucket_names((0, 1.5, 2)) == ["0-1.5", "1.5-2", "2+"]

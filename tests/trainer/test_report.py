@@ -22,7 +22,7 @@ def written(directory: Path, arm: str, seed: int, delta: float) -> None:
         {
             "step": i, "graph/digest": "d" * 64, "reward/mean": 0.1 + 0.05 * i, "reward/pass_rate": 0.1 + 0.05 * i,
             "mismatch/mean": delta, "mismatch/max": delta * (i + 1), "mismatch/k3": 0.0, "time/step": 2.0,
-            "mismatch/position/0-16": delta, "speed/rollout": 1000.0,
+            "mismatch/position/8-16": delta, "speed/rollout": 1000.0,
             **({"eval/pass_rate": 0.2 + 0.1 * i} if i in (0, 11) else {}),
         }
         for i in range(12)

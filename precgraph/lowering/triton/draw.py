@@ -38,6 +38,27 @@ def draw(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
     return ids
 
 
+def ranks(logits: Tensor, ids: Tensor) -> Tensor:
+    """``[N]`` int64: how many logits of a row of ``logits [N, V]`` are at least that of its token ``ids [N]`` int64."""
+    N, V = logits.shape
+    out = torch.empty(N, dtype=torch.int64, device=logits.device)
+    _ranks_kernel[(N,)](logits, ids, out, logits.stride(0), V, 2 * VOCABULARY_BLOCK, num_warps=8, **EXACT)
+    return out
+
+
+@triton.jit
+def _ranks_kernel(logits, ids, out, stride, V: tl.constexpr, BLOCK: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    chosen = tl.load(logits + row * stride + tl.load(ids + row))
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, V, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        z = tl.load(logits + row * stride + cols, mask=cols < V, other=float("nan"))
+        count += (z >= chosen).to(tl.int32)
+    tl.store(out + row, tl.sum(count, 0).to(tl.int64))
+
+
 @triton.jit
 def _tempered(logits, temperature, row, cols, stride, V):
     """``logits / temperature`` of some columns, -inf outside the vocabulary."""

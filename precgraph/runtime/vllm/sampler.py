@@ -21,7 +21,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from precgraph.errors import InputError
 from precgraph.runtime.logprobs import chosen_logprobs
-from precgraph.runtime.sampling import MAX_SEED, Rows, Sampled, SamplingParams, sample
+from precgraph.runtime.sampling import MAX_SEED, Rows, Sampled, SamplingParams, ranks, sample
 from precgraph.runtime.vllm.params import of_vllm, own_args
 
 UNREAD = 1024  # records of ended requests that wait for who may never ask: a client with a name of its own, for one
@@ -181,13 +181,13 @@ class ExactSampler(nn.Module):
 
 def _logprobs(logits: Tensor, drawn: Sampled, rows: Rows, count: int) -> LogprobsTensors:
     """The drawn token's log-probability, then those of the ``count`` likeliest, and the drawn one's rank from 1."""
-    ids = drawn.ids[:, None]
-    likeliest = logits.topk(count, dim=-1).indices if count else ids[:, :0]
-    others = [chosen_logprobs(logits, column, rows.temperature) for column in likeliest.unbind(1)]
+    ids, logprobs = drawn.ids[:, None], drawn.logprobs[:, None]
+    if count:
+        likeliest = logits.topk(count, dim=-1).indices
+        others = [chosen_logprobs(logits, column, rows.temperature) for column in likeliest.unbind(1)]
+        ids, logprobs = torch.cat((ids, likeliest), 1), torch.stack((drawn.logprobs, *others), 1)
     return LogprobsTensors(
-        logprob_token_ids=torch.cat((ids, likeliest), 1).to(torch.int32),
-        logprobs=torch.stack((drawn.logprobs, *others), 1),
-        selected_token_ranks=(logits >= logits.gather(1, ids)).sum(1),
+        logprob_token_ids=ids.to(torch.int32), logprobs=logprobs, selected_token_ranks=ranks(logits, drawn.ids)
     )
 
 

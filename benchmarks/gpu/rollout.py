@@ -48,6 +48,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=1024)
     parser.add_argument("--warmup-len", type=int, default=16, help="new tokens of the run that warms up")
     parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--block-size", type=int, help="tokens of a page of the cache, in precgraph's engines")
     parser.add_argument("--profile", action="store_true")
     add_options(parser, limit=900)
     return parser.parse_args()
@@ -128,7 +129,7 @@ def start(engine: str, options: argparse.Namespace) -> Any:
             from benchmarks.common.splits import use_own_schedule
 
             use_own_schedule()
-        return LLM(folder, **limits).engine
+        return LLM(folder, block_size=options.block_size, **limits).engine
     import vllm
 
     return vllm.LLM(folder, dtype="bfloat16", quantization={"fp8": "fp8_per_block"}.get(engine), **limits)

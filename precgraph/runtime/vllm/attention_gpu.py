@@ -28,7 +28,6 @@ from precgraph.lowering.flash_attention import PAGED_WIDTHS, QUERY_BOUND
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import OwnAttention
 
-
 PAGE = 128  # tokens, unless block_size says otherwise: FA3 copies a page of its key tile's length at once (TMA)
 
 

@@ -28,8 +28,6 @@ from precgraph.lowering.flash_attention import PAGED_WIDTHS, QUERY_BOUND
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import OwnAttention
 
-PAGE = 128  # tokens, unless block_size says otherwise: FA3 copies a page of its key tile's length at once (TMA)
-
 
 def require_exact(spec: AttentionSpec) -> None:
     """UnsupportedModelError for attention that vLLM's cache would not serve with the trainer's bits."""
@@ -70,10 +68,6 @@ class OneSplitBackend(FlashAttentionBackend):  # type: ignore[misc]
     @staticmethod
     def get_builder_cls() -> type[Any]:
         return OneSplitBuilder
-
-    @classmethod
-    def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return PAGE
 
 
 @dataclass(frozen=True, slots=True)

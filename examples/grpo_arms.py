@@ -218,7 +218,9 @@ def report(options: argparse.Namespace) -> int:
     """Write the page of what the runs left; returns the exit code."""
     from trainer.report import write_report
 
-    for path in write_report(Path(options.runs), options.output):
+    script = "python examples/grpo_arms.py"
+    commands = [f"{script} run --model MODEL --runs RUNS", f"{script} report --runs RUNS -o {options.output}"]
+    for path in write_report(Path(options.runs), options.output, commands):
         print(path)
     return 0
 

@@ -10,16 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from trainer.errors import TrainerError
-from trainer.metrics import POSITIONS, bucket_names
 from trainer.plot import Run, groups, plot_runs, read_runs, spread
 
 EDGE = 5  # steps that a first value is the mean of
 LAST = 10  # and a last one
+POSITION = "mismatch/position/"
 Value = Callable[[Run], float | None]
 
 
-def write_report(directory: Path, output: Path) -> list[Path]:
-    """``output.png``, ``.html`` and ``.md`` of all runs below ``directory``; returns the paths.
+def write_report(directory: Path, output: Path, commands: Sequence[str] = ()) -> list[Path]:
+    """``output.png``, ``.html`` and ``.md`` of all runs below ``directory``, made by ``commands``; returns the paths.
 
     TrainerError if there is none. ``gpu.csv`` beside the runs (utilisation in percent, MiB, once a second) is averaged.
     """
@@ -29,7 +29,10 @@ def write_report(directory: Path, output: Path) -> list[Path]:
         raise TrainerError("holds no run with a step", path=str(directory), remedy="run the experiment first")
     written = plot_runs(paths, output)
     page = output.with_name(output.name + ".md")
-    page.write_text(_page(read_runs(paths), busy(directory / "gpu.csv"), output.name), encoding="utf-8")
+    text = _page(read_runs(paths), busy(directory / "gpu.csv"), output.name)
+    if commands:
+        text += "\n".join(["", "Made by:", "", "```sh", *commands, "```", ""])
+    page.write_text(text, encoding="utf-8")
     return [*written, page]
 
 
@@ -52,7 +55,7 @@ def _page(runs: Sequence[Run], share: float | None, image: str) -> str:
         f"![Curves]({image}.png)", "",
         *_table(arms, [(title, value) for title, value in _columns()]), "",
         "## Mean absolute difference of log-probabilities by position in the response", "",
-        *_table(arms, [(b, _mean(f"mismatch/position/{b}")) for b in _buckets(runs)]), "",
+        *_table(arms, [(b, _mean(POSITION + b)) for b in _buckets(runs)]), "",
     ]  # fmt: skip
     if share is not None:
         lines += [f"All runs shared one card, which was busy {share:.0%} of the time (nvidia-smi, once a second).", ""]
@@ -78,7 +81,9 @@ def _columns() -> list[tuple[str, Value]]:
 
 
 def _buckets(runs: Sequence[Run]) -> list[str]:
-    return [b for b in bucket_names(POSITIONS) if any(f"mismatch/position/{b}" in r for x in runs for r in x.records)]
+    """Positions that the runs' own records tell apart, in order."""
+    names = {key.removeprefix(POSITION) for x in runs for r in x.records for key in r if key.startswith(POSITION)}
+    return sorted(names, key=lambda name: float(name.rstrip("+").split("-")[0]))
 
 
 def _table(arms: Sequence[tuple[str, Sequence[Run]]], columns: Sequence[tuple[str, Value]]) -> list[str]:

@@ -168,6 +168,10 @@ def main() -> None:
         for batch, table in tables.items():
             table.update(peers(kind, options.layers, tokens(batch)))
             report(f"{options.layers} layers, {batch}", table)
+    for batch, table in tables.items():  # whether the card has slowed down meanwhile
+        with fresh(options.layers) as model:
+            table["precgraph FP8, again"] = measure_ours(model, tokens(batch), Recipe.jet_rl(), profiled=False)
+        report(f"{options.layers} layers, {batch}", table)
     for batch, table in tables.items():
         append(
             "layers", (row for name, t in table.items() for row in rows(f"{name}, {options.layers} layers, {batch}", t))

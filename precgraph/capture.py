@@ -24,8 +24,8 @@ from torch import Tensor
 
 from precgraph.errors import InputError, PrecGraphError
 from precgraph.format import Format
-from precgraph.formats import QTensor
 from precgraph.graph import PrecisionGraph
+from precgraph.quantizer import QTensor
 from precgraph.strict_json import sound
 from precgraph.verify.modules import module_outputs
 from precgraph.verify.values import Fingerprint, fingerprint

@@ -1,4 +1,4 @@
-"""`Format`: how one value is stored. Plain data, without torch; `precgraph.formats` has the numerics that it names."""
+"""`Format`: how one value is stored. Plain data, without torch; `precgraph.quantizer` has its numerics."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from precgraph.errors import LoweringError
 from precgraph.format import Format
-from precgraph.formats import QTensor
-from precgraph.formats import quantize as quantize_tensor
+from precgraph.quantizer import QTensor
+from precgraph.quantizer import quantize as quantize_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
 
 
 def quantize(x: Tensor, fmt: Format) -> QTensor:
-    """Codes and scales of ``x`` in ``fmt`` (:func:`precgraph.formats.quantize`)."""
+    """Codes and scales of ``x`` in ``fmt`` (:func:`precgraph.quantizer.quantize`)."""
     return quantize_tensor(x, fmt)
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from precgraph.capture import Capture, CaptureWriter
 from precgraph.checking import lowered, require_same_program
 from precgraph.errors import CheckError, InputError, UnsupportedModelError
-from precgraph.formats import QTensor
 from precgraph.graph import PrecisionGraph
 from precgraph.loading import load_model
 from precgraph.lowering.program import Observe, PackKey, Program, build_program
+from precgraph.quantizer import QTensor
 from precgraph.runtime.contexts import PackedContext
 from precgraph.runtime.runner import Runner, require_numerics_state
 from precgraph.runtime.store import WeightStore

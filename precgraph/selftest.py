@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from precgraph.format import Format
-from precgraph.formats import quantize
 from precgraph.lowering.reference import elementwise, gemm
 from precgraph.lowering.reference.attention import attend
 from precgraph.ops import AttentionSpec
+from precgraph.quantizer import quantize
 from precgraph.runtime.logprobs import logprobs_from_logits
 from precgraph.runtime.runner import require_numerics_state
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 import precgraph
 from precgraph import Format, Recipe, ops
-from precgraph.formats import QTensor
 from precgraph.graph import PrecisionGraph
 from precgraph.lowering.program import Block, Step
 from precgraph.lowering.reference import elementwise, gemm
 from precgraph.lowering.reference.reductions import ordered_sum
+from precgraph.quantizer import QTensor
 from tests.families import VOCABULARY, causal_lm
 
 FP32, BF16 = 2.0**-24, 2.0**-8  # largest relative error of one rounding

@@ -22,7 +22,7 @@ from precgraph import Format, InputError, NonFiniteError, RecipeError, Unsupport
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Quantization, Selection, export, quantize_tiled
 from precgraph.checkpoint.export import _require_served
 from precgraph.cli import app
-from precgraph.formats import QTensor, dequantize, quantize
+from precgraph.quantizer import QTensor, dequantize, quantize
 from precgraph.recipe import Recipe, SelectRule
 from tests.families import CAUSAL_LMS, causal_lm, config_json
 

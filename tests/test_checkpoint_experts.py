@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 import precgraph
 from precgraph import Format, Recipe, RecipeError, UnsupportedModelError
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, layout, select
-from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.loading import load_config_model
+from precgraph.quantizer import QTensor, dequantize, quantize
 from precgraph.recipe import SelectRule
 from precgraph.verify import Report
 from precgraph.verify.weights import check_weights

@@ -17,9 +17,9 @@ import precgraph
 from precgraph import Recipe, RecipeError, UnsupportedModelError, ops
 from precgraph.attention import IMPLEMENTATION
 from precgraph.experts import IMPLEMENTATION as EXPERTS_OF_OURS
-from precgraph.formats import dequantize, quantize
 from precgraph.graph import op_name, precision
 from precgraph.lowering.reference import elementwise, experts, gemm
+from precgraph.quantizer import dequantize, quantize
 from precgraph.recipe import RopeRule
 from precgraph.runtime.engine import Engine
 from precgraph.verify import check_inclusion

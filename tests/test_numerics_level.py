@@ -30,11 +30,11 @@ from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.errors import InputError
 from precgraph.format import Format
-from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.graph import PrecisionGraph, annotate
 from precgraph.lowering.lower import lower
 from precgraph.passes.pipeline import build
 from precgraph.probe import Run, compare_runs, load_pair
+from precgraph.quantizer import QTensor, dequantize, quantize
 from precgraph.recipe import Recipe, SelectRule
 from precgraph.report import load
 from precgraph.report.numerics import measures

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from precgraph.format import Format
-from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.lowering.packs import adjacent
+from precgraph.quantizer import QTensor, dequantize, quantize
 
 TOKENS = Format("float8_e4m3fn", "128x1")
 

@@ -26,7 +26,7 @@ from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.errors import InputError, NonFiniteError, PrecGraphError, RecipeError
 from precgraph.format import Format
-from precgraph.formats import quantize
+from precgraph.quantizer import quantize
 from precgraph.recipe import AttentionRule, NormRule
 from precgraph.stacks import STACKS, Request, find, get
 from precgraph.stacks.matching import exact, path, regex_or_glob, skips, substring

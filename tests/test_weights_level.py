@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from precgraph import CheckError, Format, InputError, NonFiniteError
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, quantize_tiled, select
 from precgraph.cli import app
-from precgraph.formats import QTensor, dequantize
 from precgraph.loading import load_config_model, load_model
+from precgraph.quantizer import QTensor, dequantize
 from precgraph.recipe import Recipe
 from precgraph.report import load
 from precgraph.verify import Report

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.common.results import Result, append
 from precgraph.format import Format
-from precgraph.formats import QTensor
 from precgraph.lowering import cublas, deep_gemm
 from precgraph.lowering.packs import Fp8Weight
 from precgraph.lowering.triton.quantize import new_weight, quantize_rows, quantize_tokens, quantize_weight
+from precgraph.quantizer import QTensor
 
 ROWS, TOKENS, BLOCKS = (Format("float8_e4m3fn", g) for g in ("1x128", "128x1", "128x128"))
 T, REPEATS = 8192, 15

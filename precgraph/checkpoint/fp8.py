@@ -13,7 +13,7 @@ from torch import Tensor
 
 from precgraph.errors import InputError, NonFiniteError, UnsupportedModelError
 from precgraph.format import Format
-from precgraph.formats import QTensor, quantize
+from precgraph.quantizer import QTensor, quantize
 from precgraph.weight_files import Checkpoint, Entry, quantization_table
 
 SCALE = "_scale_inv"  # after the name of a weight
@@ -172,7 +172,7 @@ class Fp8Checkpoint(Checkpoint):
 def quantize_tiled(weight: Tensor, fmt: Format, *, checked: bool = True) -> tuple[Tensor, Tensor]:
     """Codes [N, K] and fp32 scales [ceil(N/r), ceil(K/c)] of a 2-D weight: the bytes that a checkpoint stores.
 
-    The same as :func:`precgraph.formats.quantize` gives, but without the padding, and a cache-sized tile at a time.
+    The same as :func:`precgraph.quantizer.quantize` gives, but without the padding, and a cache-sized tile at a time.
     """
     (r, c), (n, k) = fmt.block, weight.shape
     codes = torch.empty(n, k, dtype=fmt.torch_dtype)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from precgraph.errors import LoweringError
-from precgraph.formats import QTensor
 from precgraph.graph import tensor
 from precgraph.lowering.fuse import Fusion, register_fusion
 from precgraph.lowering.gemm_nodes import fp8, wgrads
 from precgraph.lowering.packs import adjacent
 from precgraph.lowering.registry import Kernel, register
+from precgraph.quantizer import QTensor
 
 _CUDA = (12, 9)  # the first whose cuBLASLt has such scales on Hopper
 _STEP = 16  # widths are multiples of this

@@ -28,7 +28,6 @@ from torch import Tensor, fx
 
 from precgraph import ops
 from precgraph.errors import LoweringError
-from precgraph.formats import QTensor
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8, wgrads
 from precgraph.lowering.packs import (
@@ -41,6 +40,7 @@ from precgraph.lowering.packs import (
     padded,
 )  # fmt: skip
 from precgraph.lowering.registry import Kernel, register
+from precgraph.quantizer import QTensor
 
 _DISTRIBUTIONS = (("deep_gemm", "sgl-deep-gemm", "0.1."), ("vllm.third_party.deep_gemm", "vllm", "0."))
 _COMPILED = ""  # no size of a GEMM is compiled in; vLLM's copy would compile N and K, in WGrad the number of tokens

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from precgraph.errors import LoweringError
 from precgraph.format import Format
-from precgraph.formats import QTensor
+from precgraph.quantizer import QTensor
 
 BLOCK = 128
 

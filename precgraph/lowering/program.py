@@ -18,10 +18,10 @@ from torch import Tensor, fx
 from precgraph import ops
 from precgraph.errors import NonFiniteError
 from precgraph.format import Format
-from precgraph.formats import QTensor
 from precgraph.graph import PrecisionGraph, annotate, op_name, output_node, precision
 from precgraph.lowering.fuse import Of, Unit, units
 from precgraph.lowering.registry import Kernel, Pack
+from precgraph.quantizer import QTensor
 
 Values = dict[str, Any]
 Observe = Callable[[str, Any], Any]  # is shown each value by name and returns the one to go on with

@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from precgraph.errors import InputError, NumericsStateError, StaleWeightsError
-from precgraph.formats import QTensor
 from precgraph.lowering.program import Block, Observe, Program, Segment
+from precgraph.quantizer import QTensor
 from precgraph.runtime.store import WeightStore
 
 

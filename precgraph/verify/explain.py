@@ -16,7 +16,7 @@ from torch import Tensor
 from precgraph.checkpoint.fp8 import quantize_tiled, tiles
 from precgraph.errors import RecipeError
 from precgraph.format import Format
-from precgraph.formats import QTensor, dequantize, quantize
+from precgraph.quantizer import QTensor, dequantize, quantize
 
 # Values of each rule that stacks use, and so those worth trying.
 _VALUES: dict[str, tuple[str | float, ...]] = {

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from precgraph.errors import CheckError
-from precgraph.formats import QTensor
 from precgraph.graph import PrecisionGraph
+from precgraph.quantizer import QTensor
 from precgraph.runtime.logprobs import logprobs_from_logits
 from precgraph.verify.inclusion import Inclusion
 from precgraph.verify.report import Finding, Report

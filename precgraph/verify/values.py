@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from precgraph.errors import CheckError
-from precgraph.formats import QTensor, dequantize
+from precgraph.quantizer import QTensor, dequantize
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -18,7 +18,7 @@ from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, ModelTensors, Select
 from precgraph.checkpoint.fp8 import CODES, SCALE, not_finite, quantize_tiled, tiles
 from precgraph.errors import CheckError, InputError, NonFiniteError
 from precgraph.format import Format
-from precgraph.formats import quantize
+from precgraph.quantizer import quantize
 from precgraph.verify.explain import Explainer, Weight, as_bytes, changes
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, rule

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from precgraph.format import Format
-from precgraph.formats import QTensor, quantize
+from precgraph.quantizer import QTensor, quantize
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 ROWS, TOKENS = Format("float8_e4m3fn", "1x128"), Format("float8_e4m3fn", "128x1")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from precgraph.format import Format
-from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.lowering import cublas
+from precgraph.quantizer import QTensor, dequantize, quantize
 
 pytest.importorskip("triton")
 from precgraph.lowering.triton.quantize import quantize_tokens

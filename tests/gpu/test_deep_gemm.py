@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from precgraph.format import Format
-from precgraph.formats import QTensor, dequantize, quantize
 from precgraph.lowering import deep_gemm
 from precgraph.lowering.packs import Fp8Weight, MasterWeight
+from precgraph.quantizer import QTensor, dequantize, quantize
 
 pytest.importorskip("triton")
 from precgraph.lowering.triton import gemm as triton_gemm

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 from precgraph.errors import InputError, LoweringError
 from precgraph.format import Format
-from precgraph.formats import quantize
 from precgraph.lowering.triton import quantize as q
+from precgraph.quantizer import quantize
 from tests.gpu.same import ROWS, RULES, TOKENS, assert_quantized, awkward, same_bits
 
 pytestmark = pytest.mark.gpu

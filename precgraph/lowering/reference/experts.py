@@ -16,9 +16,9 @@ from torch import Tensor
 from precgraph import ops
 from precgraph.errors import LoweringError
 from precgraph.format import Format
-from precgraph.formats import QTensor, quantize
 from precgraph.lowering.reference import gemm
 from precgraph.lowering.reference.reductions import ordered_sum
+from precgraph.quantizer import QTensor, quantize
 
 
 def quantize_slices(weight: Tensor, fmt: Format) -> QTensor:

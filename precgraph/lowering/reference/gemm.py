@@ -21,7 +21,7 @@ from torch import Tensor
 
 from precgraph.errors import LoweringError
 from precgraph.format import Format
-from precgraph.formats import QTensor, quantize
+from precgraph.quantizer import QTensor, quantize
 
 ROWS = 16
 

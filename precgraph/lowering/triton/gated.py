@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 """Gated units, ``act(gate) * up``, fused with the quantisers of what they make; forward and backward.
 
-Bits are those of :mod:`precgraph.lowering.reference.elementwise` followed by :func:`precgraph.formats.quantize`.
+Bits are those of :mod:`precgraph.lowering.reference.elementwise` followed by :func:`precgraph.quantizer.quantize`.
 ``gate`` and ``up`` may be column slices of one projection's output. Operands and results are bf16.
 """
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
 from precgraph.format import Format
-from precgraph.formats import QTensor
 from precgraph.lowering.triton.gluon_tiles import (
     CHUNK,
     CHUNKS,
@@ -48,6 +47,7 @@ from precgraph.lowering.triton.primitives import (
     times,
     widen,
 )
+from precgraph.quantizer import QTensor
 
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 _ROWS = 32  # of a tile that is not quantised along tokens

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precgraph.formats import QTensor
 from precgraph.lowering.packs import Fp8Weight, MasterWeight, is_whole_stack, joined_columns
 from precgraph.lowering.triton.primitives import EXACT, ceil_div
+from precgraph.quantizer import QTensor
 
 _TILE = 128  # rows and columns of a tile
 _DEPTH = 64  # of one step of a bf16 tile

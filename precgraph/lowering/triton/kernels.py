@@ -18,7 +18,6 @@ from torch import Tensor, fx
 from precgraph import ops
 from precgraph.errors import LoweringError
 from precgraph.format import Format
-from precgraph.formats import QTensor
 from precgraph.graph import precision, tensor
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8
@@ -26,6 +25,7 @@ from precgraph.lowering.packs import Fp8Weight, MasterWeight
 from precgraph.lowering.registry import Kernel, register
 from precgraph.lowering.triton import gated, gemm, norm, quantize, rope
 from precgraph.lowering.triton.primitives import rule
+from precgraph.quantizer import QTensor
 
 _ROWS, _TOKENS, _BLOCKS = "1x128", "128x1", "128x128"
 Nodes = Sequence[fx.Node]

@@ -1,6 +1,6 @@
 """Buffers of quantised tensors, in the layouts that DeepGEMM reads without a transposing kernel.
 
-The logical tensor of a :class:`~precgraph.formats.QTensor` does not change with these: only strides do.
+The logical tensor of a :class:`~precgraph.quantizer.QTensor` does not change with these: only strides do.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from precgraph.errors import InputError
 from precgraph.format import Format
-from precgraph.formats import QTensor
 from precgraph.lowering.triton.primitives import GROUP, ceil_div
+from precgraph.quantizer import QTensor
 
 
 def flatten(x: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
 from precgraph.format import Format
-from precgraph.formats import QTensor
 from precgraph.lowering.reference.reductions import PIECE
 from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, pairs, require_bf16
 from precgraph.lowering.triton.primitives import (
@@ -38,6 +37,7 @@ from precgraph.lowering.triton.primitives import (
     store_rows,
 )
 from precgraph.lowering.triton.reductions import halving_sum, mean, reciprocal_root, sum_rows, weighted
+from precgraph.quantizer import QTensor
 
 _MAX_WIDTH = 16384  # a row has to fit the registers of one program
 _ROWS_A_PROGRAM = 32  # of the backward: how many rows one partial sum of dweight covers

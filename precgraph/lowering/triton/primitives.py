@@ -2,7 +2,7 @@
 # ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
 """Device functions: the numerics of every Triton kernel, but for sums (:mod:`~precgraph.lowering.triton.reductions`).
 
-Each is bit for bit what :mod:`precgraph.formats` and :mod:`precgraph.lowering.reference` compute on the same device:
+Each is bit for bit what :mod:`precgraph.quantizer` and :mod:`precgraph.lowering.reference` compute on the same device:
 
 - Nothing is contracted to an FMA and nothing flushes subnormals: every launch passes :data:`EXACT`.
 - ``/`` is not IEEE division in Triton: `tl.div_rn`, `tl.sqrt_rn`, and libdevice's ``exp`` and ``log``, which are

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 """Quantisers: activations and gradients in groups along rows, along tokens, or both in one read; weights in blocks.
 
-Bits are those of :func:`precgraph.formats.quantize`; layouts are those of
+Bits are those of :func:`precgraph.quantizer.quantize`; layouts are those of
 :mod:`precgraph.lowering.triton.layouts`.
 """
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from precgraph.errors import InputError
 from precgraph.format import Format
-from precgraph.formats import QTensor
 from precgraph.lowering.packs import pad_columns, padded
 from precgraph.lowering.triton.gluon_tiles import (
     CHUNK,
@@ -49,6 +48,7 @@ from precgraph.lowering.triton.primitives import (
     tile_of,
     widen,
 )
+from precgraph.quantizer import QTensor
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PARTS = 3  # that :func:`quantize_parts` reads side by side

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from precgraph.errors import InputError, NonFiniteError, PrecGraphError, RecipeError
 from precgraph.format import Format
-from precgraph.formats import QTensor, dequantize, quantize, saturating_cast_
+from precgraph.quantizer import QTensor, dequantize, quantize, saturating_cast_
 
 Array = np.ndarray[Any, Any]
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typer.testing import CliRunner, Result
 from precgraph import Recipe
 from precgraph.cli import app
 from precgraph.errors import InputError
-from precgraph.fix.environment import best, distance, environment_file, settings
+from precgraph.fix.environment import best, distance, environment_file
 from precgraph.fix.plan import Change, Plan
 from precgraph.fix.recipe import follow
 from precgraph.fix.skips import edited, find_list, rewrite
@@ -49,7 +50,7 @@ def llama(config_folder: Callable[[str], Path]) -> str:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for stack in STACKS.values():
-        for name in settings(stack):
+        for name in stack.settings:
             monkeypatch.delenv(name, raising=False)
     return tmp_path
 
@@ -239,9 +240,19 @@ def test_json_keeps_its_form(folder: Path) -> None:
 
 
 def test_settings_are_those_that_remedies_name() -> None:
-    assert settings(STACKS["vllm"]) == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
-    assert settings(STACKS["transformer_engine"]) == {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}
-    assert settings(None) == settings(STACKS["deep_gemm"]) == {}
+    assert STACKS["vllm"].settings == {"VLLM_USE_DEEP_GEMM_E8M0": "0"}
+    assert str(STACKS["vllm"].remedies["requantize"]) == "set VLLM_USE_DEEP_GEMM_E8M0=0 for vLLM"
+    assert STACKS["nemo_rl"].settings == {"NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1"}  # Megatron's
+    assert STACKS["slime"].settings == STACKS["deep_gemm"].settings == {}
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_no_setting_is_words_alone(name: str) -> None:
+    """Which --fix would not see."""
+    stack = STACKS[name]
+    assert stack.settings.keys() <= set(stack.variables)
+    words = [remedy for remedy in stack.remedies.values() if isinstance(remedy, str)]
+    assert not [text for text in words if re.search(r"\b[A-Z][A-Z0-9]*_[A-Z0-9_]*\s*=", text)]
 
 
 def test_an_environment_file_for_the_rollout(llama: str) -> None:

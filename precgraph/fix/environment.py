@@ -11,16 +11,8 @@ from precgraph.errors import PrecGraphError
 from precgraph.fix.plan import Change
 from precgraph.format import Format
 from precgraph.recipe import Recipe
-from precgraph.stacks import Stack
 
 FILE = Path("precgraph.env")
-_SETTING = re.compile(r"\bset ([A-Z][A-Z0-9_]+)=([01])\b")
-
-
-def settings(stack: Stack | None) -> dict[str, str]:
-    """The environment variables that a stack's remedies set."""
-    words = stack.remedies.values() if stack else ()
-    return dict(found for text in words for found in _SETTING.findall(text))
 
 
 def best(

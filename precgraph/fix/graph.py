@@ -11,7 +11,7 @@ from typing import Any
 from precgraph.checkpoint import Checkpoint
 from precgraph.checkpoint.fp8 import CODES
 from precgraph.errors import PrecGraphError
-from precgraph.fix.environment import best, environment_file, settings
+from precgraph.fix.environment import best, environment_file
 from precgraph.fix.plan import Change, Plan
 from precgraph.fix.recipe import follow
 from precgraph.fix.skips import Place, edited, find_list, rewrite
@@ -152,7 +152,8 @@ def _names(verb: str, modules: Sequence[str]) -> str:
 def _fix_environment(
     plan: Plan, sides: tuple[Resolved, Resolved], modules: Sequence[str], env: Mapping[str, str], folder: Path
 ) -> None:
-    candidates = {**settings(sides[0].side.stack), **settings(sides[1].side.stack)}
+    stacks = [r.side.stack for r in sides if r.side.stack]
+    candidates = {name: value for stack in stacks for name, value in stack.settings.items()}
     if not candidates:
         return
     named = [replace(r.side, recipe=None) if r.side.stack else r.side for r in sides]

@@ -21,7 +21,7 @@ from precgraph.stacks import (
     verl,
     vllm,
 )
-from precgraph.stacks.base import NOT_MODELLED, Built, Hint, Request, Stack
+from precgraph.stacks.base import NOT_MODELLED, Built, Hint, Request, Setting, Stack
 
 STACKS: dict[str, Stack] = {
     stack.name: stack
@@ -53,4 +53,4 @@ def get(name: str) -> Stack:
     return stack
 
 
-__all__ = ["ALIASES", "NOT_MODELLED", "STACKS", "Built", "Hint", "Request", "Stack", "find", "get"]
+__all__ = ["ALIASES", "NOT_MODELLED", "STACKS", "Built", "Hint", "Request", "Setting", "Stack", "find", "get"]

@@ -69,6 +69,18 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
+class Setting:
+    """A remedy that is an environment variable of ``program``, so that ``--fix`` can try it; ``str()`` is its words."""
+
+    variable: str
+    value: str
+    program: str
+
+    def __str__(self) -> str:
+        return f"set {self.variable}={self.value} for {self.program}"
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     """One stack: where its rules were read, what switches them, what is not known, and how to change each.
 
@@ -83,12 +95,17 @@ class Stack:
     sources: tuple[str, ...]
     switches: Mapping[str, str]
     unknown: tuple[str, ...]
-    remedies: Mapping[str, str]
+    remedies: Mapping[str, str | Setting]
     build: Callable[[Request], Built]
     keys: tuple[str, ...]
     variables: tuple[str, ...] = ()
     root: str = ""
     dashes: bool = False
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The environment variables that remedies set."""
+        return {s.variable: s.value for s in self.remedies.values() if isinstance(s, Setting)}
 
 
 def fp8(granularity: str, **rules: Any) -> Format:

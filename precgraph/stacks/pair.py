@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import difflib
-import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from precgraph import ops
 from precgraph.errors import InputError, RecipeError
@@ -20,7 +16,7 @@ from precgraph.passes.rewrite import is_call
 from precgraph.recipe import PRESETS, Recipe
 from precgraph.stacks import ALIASES, NOT_MODELLED, STACKS, Built, Request, Stack, find, get
 from precgraph.stacks.keys import Keys, keys_of
-from precgraph.strict_json import sound
+from precgraph.tables import read_table
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import ONE_RECIPE, RULES, Rule
 
@@ -139,33 +135,9 @@ def _resolve(side: Side, which: str, modules: Sequence[str], env: Mapping[str, s
 
 
 def _configured(spec: str, stack: Stack, path: str) -> Side:
-    config = _read(Path(path))
+    file = Path(path)
+    config = read_table(file / "config.json" if file.is_dir() else file)
     return Side(spec, stack=stack, config=config, path=path, keys=keys_of(stack, config, path))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A configuration file (JSON, YAML, TOML), or the config.json of a directory."""
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            data = sound(json.loads, text)
-        elif file.suffix in (".yaml", ".yml"):
-            data = sound(yaml.safe_load, text) or {}
-        elif file.suffix == ".toml":
-            data = sound(tomllib.loads, text)
-        else:
-            raise InputError("is no configuration file", path=str(file), remedy="pass .json, .yaml or .toml")
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=str(file)) from None
-    except (ValueError, yaml.YAMLError) as error:
-        if isinstance(error, InputError):
-            raise
-        line = " ".join(str(error).split())
-        raise InputError(f"is not valid {file.suffix[1:].upper()}: {line}", path=str(file)) from None
-    if not isinstance(data, dict):
-        raise InputError("holds no table", path=str(file))
-    return data
 
 
 # ---------------------------------------------------------------------------------------- in words
@@ -190,7 +162,7 @@ def _remedy(finding: Finding, sides: tuple[Resolved, Resolved]) -> str:
         for side, value in zip(sides, values[name], strict=True):
             remedies = side.side.stack.remedies if side.side.stack else {}
             if name in remedies and value != _OFF.get(name):  # the side that does more has the switch
-                words.append(remedies[name])
+                words.append(str(remedies[name]))
     return "; or ".join(dict.fromkeys(words)) or _who_can_change(finding, sides)
 
 

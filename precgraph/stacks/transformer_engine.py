@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from precgraph.format import Format
-from precgraph.stacks.base import Built, Request, Stack, fp8, fp8_recipe
+from precgraph.stacks.base import Built, Request, Setting, Stack, fp8, fp8_recipe
 
 KEYS = ("use_f32_scales", "fp8_format", "amax_epsilon", "x_block_scaling_dim", "w_block_scaling_dim")
 _GRANULARITY: Mapping[Any, tuple[str, str]] = {1: ("1x128", "1x128"), 2: ("128x128", "128x128")}
@@ -59,8 +59,8 @@ def format_of(request: Request, options: Mapping[str, Any], granularity: str) ->
     )
 
 
-REMEDIES = {
-    "scale_dtype": "set NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 for TransformerEngine",
+REMEDIES: Mapping[str, str | Setting] = {
+    "scale_dtype": Setting("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1", "TransformerEngine"),
     "scale_rule": "quantise the other side with TransformerEngine's rule (448/amax, then x times it), or train with "
     "another quantiser: TransformerEngine has no switch for it",
     "amax_floor": "set amax_epsilon of the QParams of Float8BlockScaling to the other side's floor",

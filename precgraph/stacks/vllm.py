@@ -14,6 +14,7 @@ from precgraph.format import Format
 from precgraph.stacks.base import (
     Built,
     Request,
+    Setting,
     Stack,
     fp8,
     fp8_recipe,
@@ -122,9 +123,10 @@ UNKNOWN = (
     "the C++ activation kernel: only its Triton twin was read; earlier versions divided by 448 and raised tiny scales",
     "layers whose rows are no multiple of 64 or columns none of 128 take another kernel, without requantised weights",
 )
-REMEDIES = {
-    "scale_dtype": "set VLLM_USE_DEEP_GEMM_E8M0=0 for vLLM",
-    "requantize": "set VLLM_USE_DEEP_GEMM_E8M0=0 for vLLM",
+_FP32_SCALES = Setting("VLLM_USE_DEEP_GEMM_E8M0", "0", "vLLM")
+REMEDIES: Mapping[str, str | Setting] = {
+    "scale_dtype": _FP32_SCALES,
+    "requantize": _FP32_SCALES,
     "source": "give vLLM the trainer's dtype (--dtype)",
     "rule.gemm": "list the same layers in vLLM's ignored_layers (full paths) or ignore",
     "granularity": "write the checkpoint with the trainer's weight_block_size",

@@ -102,8 +102,9 @@ def test_buckets_follow_position_and_entropy(tmp_path: Path) -> None:
         place = np.arange(LENGTH)
         row["trainer_logprobs"] = (np.array(row["rollout_logprobs"]) - 0.001 * (place >= 64)).tolist()
     table = judged(tmp_path, rows).buckets["position"]
-    assert {k: n for k, (_, n) in table.items()} == {"0-16": 16 * ROWS, "16-64": 48 * ROWS, "64-256": 16 * ROWS}
-    assert table["0-16"][0] == table["16-64"][0] == 0 and table["64-256"][0] == pytest.approx(0.001)
+    counts = {"0-1": 1, "1-2": 1, "2-4": 2, "4-8": 4, "8-16": 8, "16-64": 48, "64-256": 16}
+    assert {k: n for k, (_, n) in table.items()} == {k: n * ROWS for k, n in counts.items()}
+    assert table["8-16"][0] == table["16-64"][0] == 0 and table["64-256"][0] == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize("entropy", [True, False])

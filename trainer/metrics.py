@@ -5,7 +5,6 @@ Every mean is guarded: with nothing to average it is 0, and the count that says 
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import operator
@@ -19,15 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precgraph.mismatch import ENTROPIES, ERROR_LIMIT, LARGEST, POSITIONS, bucket_names
 from precgraph.strict_json import lines, sound
 from trainer.config import Config, MetricsTable, nearest
 from trainer.errors import ConfigError, MetricAssertionError, TrainerError
 from trainer.files import replace_text
 
 Record = dict[str, Any]
-POSITIONS = (0, 1, 2, 4, 8, 16, 64, 256, 1024, 4096, 16384)  # bucket borders, in response tokens; the last is open
-ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)  # bucket borders, in nats; the last is open
-ERROR_LIMIT = 1.05  # of mean exp|Δ|, above which NeMo-RL's documentation calls a run suspect
 
 # The same figures as other trainers log them. verl and NeMo-RL count Δ as trainer − rollout, as we do.
 FOREIGN: dict[str, dict[str, str]] = {
@@ -46,12 +43,6 @@ FOREIGN: dict[str, dict[str, str]] = {
     "nemo": {"token_mult_prob_error": "mismatch/mult_prob_error", "gen_kl_error": "mismatch/k3"},
     "prime": {"mismatch_kl/mean": "mismatch/k3"},
 }
-
-
-def bucket_names(borders: Sequence[float]) -> list[str]:
-    """``0-1``, ..., ``16384+``."""
-    text = [f"{b:g}" for b in borders]
-    return [*(f"{a}-{b}" for a, b in itertools.pairwise(text)), f"{text[-1]}+"]
 
 
 def mean(values: Tensor, where: Tensor | None = None) -> float:
@@ -79,15 +70,15 @@ def mismatch(
     size = delta.abs()
     off, where = size > 0, place[known]
     probabilities = (trainer.double().exp() - rollout.double().exp())[known].abs()
-    ratio = delta.clamp(max=math.log(1e30)).exp()
+    ratio = delta.clamp(max=LARGEST).exp()
     worst = int(size.argmax()) if size.numel() else -1
     out: Record = {
         "mismatch/mean": mean(size),
         "mismatch/max": float(size.max()) if size.numel() else 0.0,
-        "mismatch/k3": mean(delta.clamp(max=math.log(1e30)).expm1() - delta),
+        "mismatch/k3": mean(delta.clamp(max=LARGEST).expm1() - delta),
         "mismatch/kl": mean(-delta),
         "mismatch/ratio_mean": mean(ratio) if size.numel() else 1.0,
-        "mismatch/mult_prob_error": mean(size.clamp(max=math.log(1e30)).exp()) if size.numel() else 1.0,
+        "mismatch/mult_prob_error": mean(size.clamp(max=LARGEST).exp()) if size.numel() else 1.0,
         "mismatch/prob_diff_mean": mean(probabilities),
         "mismatch/prob_diff_max": float(probabilities.max()) if size.numel() else 0.0,
         "mismatch/prob_diff_std": float(probabilities.std()) if size.numel() > 1 else 0.0,

@@ -97,12 +97,11 @@ def throughput(engine: str, options: argparse.Namespace) -> None:
 
 def profile(engine: str, llm: Any, options: argparse.Namespace, requests: int) -> None:
     """Print, to the part's log, where the card's time goes in steps that only decode."""
-    for old in options.logs.glob("*.json.gz"):
-        old.unlink()
+    before = set(options.logs.glob("*.json.gz"))
     llm.start_profile()
     run(llm, options, requests, PREFILL_STEPS + 3 * PROFILED)
     llm.stop_profile()
-    for trace in options.logs.glob("*.json.gz"):
+    for trace in set(options.logs.glob("*.json.gz")) - before:
         tell(f"{engine}, {requests} requests, decoding", of_trace(trace), PROFILED)
         trace.rename(options.logs / f"{engine}-{requests}.trace.gz")
 
@@ -120,7 +119,7 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         limits["profiler_config"] = {
             "profiler": "torch", "torch_profiler_dir": str(options.logs.absolute()), "ignore_frontend": True,
             "torch_profiler_with_stack": False, "torch_profiler_dump_cuda_time_total": False,
-            "delay_iterations": PREFILL_STEPS, "max_iterations": PROFILED - 1,
+            "delay_iterations": PREFILL_STEPS, "max_iterations": PROFILED - 1,  # it stops in the step after those
         }  # fmt: skip
     if engine in ("ours", "schedule"):
         from precgraph.vllm import LLM

@@ -12,7 +12,6 @@ the rollout's distribution have mean exp Δ = 1 over the full vocabulary; renorm
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,12 +23,9 @@ from numpy.typing import NDArray
 
 from precgraph.audit.log import Array, Logged, read
 from precgraph.errors import CheckError
+from precgraph.mismatch import ENTROPIES, ERROR_LIMIT, LARGEST, POSITIONS, bucket_names
 
 SCHEMA = 1
-POSITIONS = (0, 16, 64, 256, 1024, 4096, 16384)
-ENTROPIES = (0.0, 0.1, 0.5, 1.0, 2.0)
-_LARGEST = 69.0  # a Δ that exp is cut off at, about log 1e30
-ERROR_LIMIT = 1.05  # of mean exp|Δ|, above which NeMo-RL's documentation calls a run suspect
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +120,7 @@ class _Tokens:
 
 
 def _ratio(delta: Array) -> Array:
-    return np.asarray(np.exp(np.minimum(delta, _LARGEST)))
+    return np.asarray(np.exp(np.minimum(delta, LARGEST)))
 
 
 def _measures(t: _Tokens, rows: Sequence[Logged]) -> dict[str, float]:
@@ -137,7 +133,7 @@ def _measures(t: _Tokens, rows: Sequence[Logged]) -> dict[str, float]:
         "mean": float(t.size.mean()),
         "max": float(t.size.max()),
         "bias": float(t.delta.mean()),
-        "k3": float((np.expm1(np.minimum(t.delta, _LARGEST)) - t.delta).mean()),
+        "k3": float((np.expm1(np.minimum(t.delta, LARGEST)) - t.delta).mean()),
         "ratio_mean": float(ratio.mean()),
         "mult_prob_error": float(_ratio(t.size).mean()),
     }
@@ -146,11 +142,10 @@ def _measures(t: _Tokens, rows: Sequence[Logged]) -> dict[str, float]:
 def _buckets(t: _Tokens) -> dict[str, dict[str, tuple[float, int]]]:
     out: dict[str, dict[str, tuple[float, int]]] = {}
     for name, borders, values in (("position", POSITIONS, t.place), ("entropy", ENTROPIES, t.entropy)):
-        labels = [*(f"{a:g}-{b:g}" for a, b in itertools.pairwise(borders)), f"{borders[-1]:g}+"]
         index = np.where(np.isnan(values), -1, np.digitize(values, borders[1:]))
         out[name] = {
             label: (float(t.size[index == i].mean()), int((index == i).sum()))
-            for i, label in enumerate(labels) if (index == i).any()
+            for i, label in enumerate(bucket_names(borders)) if (index == i).any()
         }  # fmt: skip
     lags = sorted(set(t.lag[~np.isnan(t.lag)].tolist()))
     out["version lag"] = {f"{lag:g}": (float(t.size[t.lag == lag].mean()), int((t.lag == lag).sum())) for lag in lags}

@@ -152,7 +152,6 @@ class _Call:
                 )
 
 
-_ONE = 1.0  # a name, or Python would multiply when it compiles
 _SAVED = object()  # in the place of a tensor that autograd keeps
 
 pytree.register_pytree_node(
@@ -219,10 +218,9 @@ def require_numerics_state() -> None:
 
 
 def subnormals_are_flushed() -> bool:
-    """Whether this thread's fp32 arithmetic takes subnormal numbers for zero."""
-    return (
-        math.ulp(0.0) * _ONE == 0.0
-    )  # the flag is the thread's, for numbers of any width; a program asks at each step
+    """Whether this thread's arithmetic takes subnormal numbers for zero."""
+    # In Python's own float64, for the flag is the thread's whatever the width, and every step of a rollout asks.
+    return math.ulp(0.0) * 1.0 == 0.0
 
 
 def _no_autocast(device: torch.device) -> AbstractContextManager[Any]:

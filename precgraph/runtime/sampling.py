@@ -75,7 +75,8 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """``ids [N]``; ``logprobs [N]`` fp32 after temperature, over the full vocabulary; ``kept_mass [N]`` float64: the
-    share of that distribution that ``top_k`` and ``top_p`` left to draw from, 1 where they did not apply.
+    share of that distribution that ``top_k`` and ``top_p`` left to draw from, 1 where they did not apply. Read only: steps
+    share what does not change.
     """
 
     ids: Tensor
@@ -87,18 +88,23 @@ class Sampled:
 class Rows:
     """Parameters of a batch on its device, made once for as long as the batch stays the same.
 
-    ``temperature [N]`` fp32, 1 for greedy rows; ``ones [N]`` float64. ``greedy``, ``whole`` and ``cut`` are the indices
-    of rows that take the likeliest token, draw from all, and draw from some; None for none of the batch, for which
-    ``count [C, 1]`` and ``share [C, 1]`` are top-k (0: all) and top-p.
+    ``temperature [N]`` fp32, 1 for greedy rows; ``all_kept [N]`` float64, the kept mass where all is kept. ``greedy``,
+    ``whole`` and ``cut`` are the indices of rows that take the likeliest token, draw from all, and draw from some; None
+    for none of the batch, for which ``count [C, 1]`` and ``share [C, 1]`` are top-k (0: all) and top-p.
     """
 
     temperature: Tensor
-    ones: Tensor
+    all_kept: Tensor
     greedy: Tensor | None
     whole: Tensor | None
     cut: Tensor | None
     count: Tensor
     share: Tensor
+
+    @property
+    def all_whole(self) -> bool:
+        """Whether every row draws from all tokens."""
+        return self.whole is not None and self.greedy is None and self.cut is None
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Self:
@@ -134,11 +140,11 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
         from precgraph.lowering.triton.draw import draw as draw_whole
     else:
         require_finite((logits / rows.temperature[:, None]).amax(-1))
-    if rows.whole is not None and rows.whole.shape == rows.ones.shape:  # most steps: nothing to gather or to scatter
+    if rows.all_whole:  # most steps: nothing to gather or to scatter
         ids = draw_whole(logits, rows.temperature, quantiles)
-        return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature), rows.ones)
+        return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature), rows.all_kept)
     ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    kept = rows.ones.clone()
+    kept = rows.all_kept.clone()
     if rows.greedy is not None:
         ids.index_copy_(0, rows.greedy, _rows(logits, rows.greedy).argmax(-1))
     if rows.whole is not None:

@@ -64,12 +64,18 @@ def test_every_token_equals_the_trainers(pair: tuple[Any, Any], prompts: list[li
     assert {s.digest for s in first} == {actor.precgraph.graph.digest()} and {s.weights_version for s in first} == {1}
 
 
-def test_no_step_asks_for_the_tokens_of_the_step_before(pair: tuple[Any, Any]) -> None:
+def test_no_step_asks_for_the_tokens_of_the_step_before(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
     """Or vLLM would wait for the device before each draw: it does so for any processor of logits, and has our gate."""
     _, llm = pair
     runner = llm.engine.llm_engine.model_executor.driver_worker.worker.model_runner
     assert runner.vllm_config.model_config.logits_processors
-    assert not runner.input_batch.logitsprocs_need_output_token_ids
+    seen: list[Any] = []
+    hook = runner.sampler.register_forward_pre_hook(
+        lambda _, args, named: seen.append(named["sampling_metadata"].output_token_ids), with_kwargs=True
+    )
+    llm.generate(prompts, SamplingParams(max_tokens=4))
+    hook.remove()
+    assert len(seen) > 3 and not any(seen)
 
 
 def test_greedy_is_scored_at_temperature_one(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:

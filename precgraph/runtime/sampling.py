@@ -75,8 +75,8 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class Sampled:
     """``ids [N]``; ``logprobs [N]`` fp32 after temperature, over the full vocabulary; ``kept_mass [N]`` float64: the
-    share of that distribution that ``top_k`` and ``top_p`` left to draw from, 1 where they did not apply. Read only: steps
-    share what does not change.
+    share of that distribution that ``top_k`` and ``top_p`` left to draw from, 1 where they did not apply. Read only:
+    steps share what does not change.
     """
 
     ids: Tensor

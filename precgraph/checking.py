@@ -16,9 +16,10 @@ from precgraph.lowering.lower import lower, target
 from precgraph.passes.pipeline import build
 from precgraph.recipe import Recipe
 from precgraph.runtime.compiled import Compiled
+from precgraph.tables import read_table
 from precgraph.trace import Trace, trace
 from precgraph.verify import Report, check_inclusion
-from precgraph.weight_files import quantization_table, read_json
+from precgraph.weight_files import quantization_table
 
 Side = nn.Module | PrecisionGraph
 
@@ -92,7 +93,7 @@ def stored_as(model: str | Path) -> Quantization | None:
     """How MODEL's own weights are quantised in its files, which none of a check's sides has to speak of; None for plain
     ones. UnsupportedModelError if they are stored in a way that nothing here reads."""
     source = find(model)
-    config = {} if source.gguf else read_json(source.config)
+    config = {} if source.gguf else read_table(source.config)
     path = str(source.config)
     if quantization_table(config, path) is None:
         return None

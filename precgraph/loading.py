@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import logging
 import re
 import socket
@@ -28,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from precgraph.errors import InputError, UnsupportedModelError
-from precgraph.strict_json import sound
+from precgraph.tables import read_table
 from precgraph.weight_files import Checkpoint, link_without_target, quantization_table
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -220,7 +219,7 @@ def _hub_reachable() -> bool:
 
 
 def _json_config(source: Source) -> Any:
-    data = _read_json(source)
+    data = read_table(source.config)
     kind = data.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise _unknown_type(source, kind, "auto_map" in data)
@@ -233,25 +232,6 @@ def _json_config(source: Source) -> Any:
     config = _building(source, lambda: CONFIG_MAPPING[kind].from_dict(dict(data)))
     _require_shapes(source, config)
     return config
-
-
-def _read_json(source: Source) -> dict[str, Any]:
-    try:
-        data = sound(json.loads, source.config.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}",
-            path=str(source.config), remedy="restore the file",
-        ) from None  # fmt: skip
-    except UnicodeDecodeError:
-        raise InputError("is not a text file", path=str(source.config), remedy=_ACCEPTED) from None
-    except ValueError as error:
-        raise InputError(f"is not a model's config: {error}", path=str(source.config), remedy=_ACCEPTED) from None
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=str(source.config)) from None
-    if not isinstance(data, dict):
-        raise InputError("is not a model's config: it holds no table", path=str(source.config), remedy=_ACCEPTED)
-    return data
 
 
 def _unknown_type(source: Source, kind: Any, remote_code: bool) -> UnsupportedModelError | InputError:

@@ -5,7 +5,6 @@ Nothing in a checkpoint is executed: pickled weights are refused, and what an in
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from precgraph.errors import InputError
-from precgraph.strict_json import sound
+from precgraph.tables import read_table
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -75,19 +74,6 @@ class Checkpoint:
         return sum((self.folder / shard).stat().st_size for shard in self.shards)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON table; InputError if it is none."""
-    try:
-        data = sound(json.loads, path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot be read: {error.strerror}", path=str(path)) from None
-    except ValueError as error:  # malformed JSON or text
-        raise InputError(f"is not valid JSON: {error}", path=str(path), remedy="restore the file") from None
-    if not isinstance(data, dict):
-        raise InputError("holds no table", path=str(path), remedy="restore the file")
-    return data
-
-
 def _config(folder: Path) -> dict[str, Any]:
     if folder.is_file():
         raise InputError("is a file", path=str(folder), remedy="pass the directory of a checkpoint's safetensors")
@@ -95,7 +81,7 @@ def _config(folder: Path) -> dict[str, Any]:
         raise InputError("no such directory", path=str(folder), remedy="pass a checkpoint's directory")
     if not (folder / "config.json").is_file():
         raise InputError("holds no config.json", path=str(folder), remedy="pass a checkpoint's directory")
-    return read_json(folder / "config.json")
+    return read_table(folder / "config.json")
 
 
 def quantization_table(config: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
@@ -167,7 +153,7 @@ def _twice(folder: Path, name: str, first: str, second: str) -> InputError:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    table = read_json(folder / INDEX).get("weight_map")
+    table = read_table(folder / INDEX).get("weight_map")
     if not isinstance(table, dict) or not table:
         raise InputError("has no weight_map", path=str(folder / INDEX), remedy="restore the file")
     for name, shard in table.items():

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 from precgraph import Recipe
 from precgraph.checkpoint import Checkpoint, export
 from precgraph.cli import app
-from precgraph.loading import load_model
+from precgraph.errors import InputError
+from precgraph.loading import load_config_model, load_model
+from precgraph.stacks.pair import parse
 from tests.families import causal_lm
 
 INDEX = "model.safetensors.index.json"
@@ -178,6 +180,19 @@ QUANTIZED: dict[str, tuple[Damage, str]] = {
         "quantization_config must be a table, not []",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("content", [b'{"model_type": "llama",\n', b"[1]", b'{"a": "\xff"}', b"[" * 100_000])
+def test_a_malformed_config_is_one_message_whoever_reads_it(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    messages = set()
+    for reader in (load_config_model, Checkpoint, lambda folder: parse(str(folder))):
+        with pytest.raises(InputError) as error:
+            reader(tmp_path)
+        messages.add(str(error.value))
+    (message,) = messages
+    assert message.startswith(f"{tmp_path / 'config.json'}: ") and "; correct the file, or restore it" in message
+    assert "\n" not in message and "at at" not in message
 
 
 def refused(words: str, *args: object) -> None:

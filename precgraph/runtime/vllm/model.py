@@ -23,8 +23,8 @@ from precgraph.runtime.vllm.config import KEY, recipe_of
 from precgraph.runtime.vllm.quantized import load_quantized
 from precgraph.runtime.vllm.sizes import Sizes, sizes_of
 from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, skeleton, wire
+from precgraph.tables import read_table
 from precgraph.trace import require_supported, trace
-from precgraph.weight_files import read_json
 
 
 class PrecGraphForCausalLM(nn.Module):
@@ -85,7 +85,7 @@ class PrecGraphForCausalLM(nn.Module):
                 "the weights are a trainer's in this process", remedy="actor.sync() refreshes them"
             )
         folder = Path(self.checkpoint)
-        if folder.is_dir() and read_json(folder / "config.json").get("quantization_config"):
+        if folder.is_dir() and read_table(folder / "config.json").get("quantization_config"):
             load_quantized(store, Fp8Checkpoint(folder), self.places)
             return set()
         try:

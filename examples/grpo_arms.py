@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.config import ARMS
 from trainer.errors import TrainerError
+from trainer.validation import ARMS
 
 CONFIG = Path(__file__).parent / "configs" / "smollm2.toml"
 SAVING = 30.0  # seconds that the last checkpoints of all runs may take

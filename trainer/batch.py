@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from precgraph.runtime.sizes import filled
-from trainer.config import BLOCK
 from trainer.errors import AlignmentError
+from trainer.validation import BLOCK
 
 MIN_CELL = 1024
 

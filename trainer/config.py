@@ -7,8 +7,6 @@ that does not exist is a :class:`ConfigError` that names the nearest one.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import math
 import tomllib
 import types
 import typing
@@ -19,11 +17,9 @@ from typing import Any, Self
 
 import tomlkit
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
 from trainer.files import replace_text
-
-BLOCK = 128  # the group of tokens that shares a scale in WGrad; micro-batches are cut at its multiples
-ARMS = ("exact", "unified", "mixed", "bf16")
+from trainer.validation import validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +208,7 @@ class Config:
     metrics: MetricsTable = field(default_factory=MetricsTable)
 
     def __post_init__(self) -> None:
-        _validate(self)
+        validate(self)
 
     @property
     def directory(self) -> Path:
@@ -295,12 +291,6 @@ def override(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]
     return result
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the nearest of ``words``, or nothing."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def _toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
@@ -332,81 +322,3 @@ def _typed(path: str, kind: Any, value: Any) -> Any:
         what = {"dict": "table", "list": "list of strings", "str": "string", "bool": "true or false"}
         raise ConfigError(f"{path} must be a {what.get(wanted.__name__, wanted.__name__)}, not {value!r}")
     return value
-
-
-# -------------------------------------------------------------------------------------- validation
-
-
-def _validate(c: Config) -> None:
-    _choice("precision.arm", c.precision.arm, ARMS)
-    _choice("rollout.engine", c.rollout.engine, ("embedded", "vllm"))
-    _choice("algorithm.advantages", c.algorithm.advantages, ("group_norm", "centred"))
-    _choice("algorithm.aggregation", c.algorithm.aggregation, ("token", "sequence", "constant"))
-    _choice("algorithm.zero_spread", c.algorithm.zero_spread, ("keep", "drop"))
-    _choice("algorithm.overlong", c.algorithm.overlong, ("keep", "mask", "penalty"))
-    _choice("algorithm.correction", c.algorithm.correction, ("none", "token_truncated", "sequence_masked"))
-    _choice("algorithm.old_logprobs", c.algorithm.old_logprobs, ("trainer", "rollout"))
-    _choice("optimizer.masters", c.optimizer.masters, ("fp32", "bf16"))
-    _choice("optimizer.states", c.optimizer.states, ("fp32", "8bit"))
-    _choice("task.answer", c.task.answer, ("whole", "last_number", "last_line", "tag", "boxed"))
-    for name in c.metrics.names:
-        _choice("metrics.names", name, ("trl", "verl", "nemo", "prime"))
-    for path in (
-        "run.steps", "task.size", "rollout.groups", "rollout.max_tokens", "rollout.max_rounds", "rollout.max_sequences",
-        "rollout.max_batch_tokens", "algorithm.epochs", "algorithm.batches", "eval.items", "eval.samples",
-    ):  # fmt: skip
-        _at_least(c, path, 1)
-    _at_least(c, "rollout.samples", 2, "a group of one has no spread, and so no advantage")
-    for path in (
-        "run.seed", "run.save_every", "run.keep", "run.eval_every", "model.layers", "rollout.top_k",
-        "rollout.cache_blocks", "algorithm.kl", "algorithm.clip_low", "algorithm.clip_high", "optimizer.lr",
-        "algorithm.overlong_buffer", "algorithm.overlong_penalty", "optimizer.weight_decay", "optimizer.clip",
-        "optimizer.warmup", "eval.temperature", "metrics.threshold", "metrics.samples", "train.cell_tokens",
-    ):  # fmt: skip
-        _at_least(c, path, 0)
-    _require(
-        0 < c.rollout.temperature < math.inf,
-        "rollout.temperature",
-        "must be above 0 and finite",
-        "greedy samples do not differ, so nothing can be learned",
-    )
-    _require(c.run.seed < 2**63, "run.seed", "must be below 2**63")
-    _require(0 < c.model.memory <= 1, "model.memory", "must be above 0 and at most 1")
-    _require(0 < c.rollout.top_p <= 1, "rollout.top_p", "must be above 0 and at most 1")
-    _require(c.algorithm.clip_low <= 1, "algorithm.clip_low", "must be at most 1")
-    _require(c.algorithm.correction_cap >= 1, "algorithm.correction_cap", "must be at least 1")
-    _require(0 <= c.optimizer.beta1 < 1 and 0 <= c.optimizer.beta2 < 1, "optimizer.beta1, beta2", "must be in 0 .. 1")
-    _require(c.optimizer.eps > 0, "optimizer.eps", "must be above 0")
-    _require("{question}" in c.task.prompt, "task.prompt", "must hold {question}")
-    for path, value in (("micro_batch_tokens", c.train.micro_batch_tokens), ("cell_tokens", c.train.cell_tokens)):
-        _require(
-            value % BLOCK == 0 and value >= 0, f"train.{path}", f"must be a multiple of {BLOCK}",
-            "WGrad quantises tokens in groups of that size",
-        )  # fmt: skip
-    _require(c.train.micro_batch_tokens >= BLOCK, "train.micro_batch_tokens", f"must be at least {BLOCK}")
-    if c.algorithm.overlong == "penalty":
-        buffer = c.algorithm.overlong_buffer
-        _require(0 < buffer <= c.rollout.max_tokens, "algorithm.overlong_buffer", "must be in 1 .. rollout.max_tokens")
-    groups_each = c.rollout.groups * c.rollout.samples
-    _require(
-        c.algorithm.batches <= groups_each, "algorithm.batches", f"must be at most groups × samples = {groups_each}"
-    )
-
-
-def _value(c: Config, path: str) -> Any:
-    table, key = path.split(".")
-    return getattr(getattr(c, table), key)
-
-
-def _at_least(c: Config, path: str, least: int, why: str = "") -> None:
-    value = _value(c, path)
-    _require(math.isfinite(value) and value >= least, path, f"must be at least {least}, not {value}", why)
-
-
-def _choice(path: str, value: str, allowed: tuple[str, ...]) -> None:
-    _require(value in allowed, path, f"= {value!r} is not one of {', '.join(allowed)}{nearest(value, allowed)}")
-
-
-def _require(holds: bool, path: str, rule: str, why: str = "") -> None:
-    if not holds:
-        raise ConfigError(f"{path} {rule}", remedy=why or None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 from precgraph.errors import InputError, PrecGraphError
 
 
@@ -49,7 +52,14 @@ class InterruptedRunError(TrainerError):
     """The run was interrupted on request; its state is saved."""
 
 
+def nearest(word: str, words: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the nearest of ``words``, or nothing."""
+    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 __all__ = [
     "AlignmentError", "CheckpointError", "ConfigError", "InconsistentError", "InputError", "InterruptedRunError",
     "MetricAssertionError", "PrecGraphError", "RewardError", "RolloutError", "TaskError", "TrainerError", "UpdateError",
+    "nearest",
 ]  # fmt: skip

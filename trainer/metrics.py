@@ -20,8 +20,8 @@ from torch import Tensor
 
 from precgraph.mismatch import ENTROPIES, ERROR_LIMIT, LARGEST, POSITIONS, bucket_names
 from precgraph.strict_json import lines, sound
-from trainer.config import Config, MetricsTable, nearest
-from trainer.errors import ConfigError, MetricAssertionError, TrainerError
+from trainer.config import Config, MetricsTable
+from trainer.errors import ConfigError, MetricAssertionError, TrainerError, nearest
 from trainer.files import replace_text
 
 Record = dict[str, Any]

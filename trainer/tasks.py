@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from precgraph.strict_json import lines, sound
-from trainer.config import TaskTable, nearest
-from trainer.errors import ConfigError, RewardError, TaskError
+from trainer.config import TaskTable
+from trainer.errors import ConfigError, RewardError, TaskError, nearest
 
 Scorer = Callable[["Item", str], float]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")

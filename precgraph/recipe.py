@@ -53,6 +53,10 @@ class LinearRule:
     fuse_projections: bool = True
 
 
+# The fields of LinearRule that are formats: absent in a file if that operand is not quantised.
+LINEAR_FORMATS = ("activation", "weight", "grad_output", "wgrad_grad_output", "wgrad_activation")
+
+
 @dataclass(frozen=True, slots=True)
 class SelectRule:
     """Which linear layers the linear rule leaves out. ``skip`` holds module paths, ``*`` standing for any run of
@@ -308,20 +312,20 @@ def _load(rule: type, data: Mapping[str, Any], path: str) -> Any:
             raise RecipeError(f"unknown key {path + key!r}{_nearest(key, fields)}")
         values[key] = _value(rule, fields[key], value, path + key)
     if rule is LinearRule:
-        values = {name: None for name, f in fields.items() if "Format" in str(f.type)} | values
+        values = dict.fromkeys(LINEAR_FORMATS) | values
     return rule(**values)
 
 
 def _value(rule: type, f: dataclasses.Field[Any], value: Any, path: str) -> Any:
-    kind = str(f.type)
     if rule is Recipe and f.name in _TABLES:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{path} must be a table")
         return _load(_TABLES[f.name], value, path + ".")
-    if "Format" in kind:
+    if rule is LinearRule and f.name in LINEAR_FORMATS:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{path} must be a table such as {{ dtype = {E4M3!r}, granularity = '1x128' }}")
         return Format.from_dict(value)
+    kind = str(f.type)
     if kind.startswith("tuple"):
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):
             raise RecipeError(f"{path} must be a list of strings")

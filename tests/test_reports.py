@@ -6,9 +6,11 @@ import copy
 import io
 import itertools
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from precgraph.report.terminal import show
 from precgraph.trace import trace
 from precgraph.verify import check_inclusion
 from precgraph.verify.report import Report
-from precgraph.verify.rules import RULES
+from precgraph.verify.rules import RULES, rule_of
 from precgraph.verify.why import WHY
 from tests.families import meta_lm
 from tests.reports import HOSTILE, document, finding, graph_context, hostile_document
@@ -93,6 +95,14 @@ def test_a_failing_document_cannot_say_zero() -> None:
             valid({**data, **change})
 
 
+@pytest.mark.parametrize("key", ["violations", "rows"])
+def test_what_is_found_has_a_code(key: str) -> None:
+    data = copy.deepcopy(document(finding()))
+    data[key][0]["codes"] = []
+    with pytest.raises(ValidationError):
+        valid(data)
+
+
 @pytest.mark.parametrize("compared", [0, -1])
 def test_nothing_compared_is_no_document(compared: int) -> None:
     with pytest.raises(CheckError, match="nothing was compared"):
@@ -129,10 +139,17 @@ def test_verdicts() -> None:
         assert data["exit_code"] == (word in ("inconsistent", "unclean"))
 
 
-def test_every_rule_has_what_why_example_and_remedy() -> None:
+def test_the_table_of_rules_is_sorted_and_every_rule_has_what_why_example_and_remedy() -> None:
+    numbers, names = [r.number for r in RULES.values()], [r.name for r in RULES.values()]
+    assert all(re.fullmatch(r"PG\d{3}", number) for number in numbers)
+    assert numbers == sorted(set(numbers)), "a number twice, or out of order"
+    # By the rules that a weight is quantised by (PG109), and by what its stored bytes show (PG601).
+    assert [n for n, count in Counter(names).items() if count > 1] == ["quantised twice"]
+    assert WHY.keys() == RULES.keys()
     for key, rule in RULES.items():
         assert rule.words and rule.remedy, key
         assert WHY[key].why and WHY[key].example, key
+        assert rule_of(rule.code) is rule
 
 
 # ------------------------------------------------------------------------------------------- reading
@@ -269,7 +286,7 @@ def test_sarif() -> None:
     assert log["version"] == "2.1.0"
     (run_,) = log["runs"]
     rules = run_["tool"]["driver"]["rules"]
-    assert [r["id"] for r in rules] == sorted(r.code.partition(" ")[0] for r in RULES.values())
+    assert [r["id"] for r in rules] == [r.number for r in RULES.values()]
     assert all(r["fullDescription"]["text"] and r["help"]["text"] for r in rules)
     results = {(r["properties"]["state"] if "properties" in r else "fixed"): r for r in run_["results"]}
     for result in run_["results"]:
@@ -303,7 +320,7 @@ def test_sarif_locations() -> None:
 def test_a_code_that_this_version_lacks_is_still_shown() -> None:
     data = copy.deepcopy(document(finding()))
     for entry in (*data["violations"], *data["rows"]):
-        entry["code"] = "PG799 later"
+        entry |= {"code": "PG799 later", "codes": ["PG799"]}
     (result,) = sarif.render(valid(data))["runs"][0]["results"]
     assert result["ruleId"] == "PG799" and "ruleIndex" not in result
     assert "PG799 later" in html.render(data)

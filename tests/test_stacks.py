@@ -11,10 +11,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from precgraph.cli import app
 from precgraph.errors import InputError, NonFiniteError, PrecGraphError, RecipeError
 from precgraph.format import Format
 from precgraph.quantizer import quantize
-from precgraph.recipe import AttentionRule, NormRule
+from precgraph.recipe import LINEAR_FORMATS, AttentionRule, LinearRule, NormRule
 from precgraph.stacks import STACKS, Request, find, get
 from precgraph.stacks.matching import exact, path, regex_or_glob, skips, substring
 from precgraph.stacks.pair import Side, explain, linear_modules, parse, resolve
@@ -289,6 +289,11 @@ def test_what_no_stack_says_is_no_finding_against_hugging_face(name: str) -> Non
     assert theirs.recipe.linear.activation != mine.linear.activation
 
 
+def test_the_formats_of_a_linear_rule_are_named() -> None:
+    kinds = get_type_hints(LinearRule)
+    assert [name for name in kinds if kinds[name] == Format | None] == list(LINEAR_FORMATS)
+
+
 def test_a_recipe_is_turned_off_by_naming_another() -> None:
     plain = stack("vllm", dtype="bfloat16")
     for report, which in ((check("jet_rl", plain), "train"), (check(plain, "jet_rl"), "infer")):
@@ -383,14 +388,15 @@ def test_values_of_another_kind_are_no_bugs(name: str, side: str) -> None:
         ("te", "amax_epsilon: abc", "amax_epsilon = 'abc' is no number"),
         ("te", 'use_f32_scales: "false"', "use_f32_scales = 'false' is neither true nor false"),
         ("sglang", "quantization_config: {quant_method: fp8, weight_block_size: [128, 128], ignored_layers: 3}",
-         "list of ignored layers is 3"),
+         "ignored_layers = 3 is no list of names"),
         ("vllm", "{quantization: fp8_per_block, dtype: [bfloat16]}", "dtype = ['bfloat16'] is no name"),
     ],
 )  # fmt: skip
 def test_values_of_another_kind_are_named(name: str, line: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "x.yaml").write_text(line)
-    with pytest.raises(RecipeError, match=re.escape(words)):
+    with pytest.raises((RecipeError, InputError), match=re.escape(words)) as error:
         resolve(parse(f"{name}:{tmp_path / 'x.yaml'}"), parse("jet_rl"), MODULES, {})
+    assert str(tmp_path) in str(error.value)
 
 
 def checkpoint(folder: Path, quantization: Any) -> None:
@@ -403,7 +409,9 @@ def checkpoint(folder: Path, quantization: Any) -> None:
     [
         ({"quant_method": "awq"}, "quant_method 'awq' is not modelled"),
         ({"quant_method": "fp8"}, "one scale a tensor"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "not two positive integers"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "not two sizes, and the engine takes no other"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "not two sizes, and the engine takes no other"),
+        ({"quant_method": "fp8", "weight_block_size": [True, True]}, "is not one or two sizes"),
         ({"quant_method": "fp8", "weight_block_size": [128, 128], "ignored_layers": "all"}, "write a list of strings"),
     ],
 )
@@ -569,18 +577,13 @@ def test_rules_are_explained_without_torch() -> None:
 
 
 def test_every_code_answers() -> None:
-    assert set(WHY) <= set(RULES)
-    codes = [rule.code for rule in RULES.values()]
-    assert len(codes) == len(set(codes))
-    for rule in RULES.values():
-        data = json.loads(run("rule", rule.code.partition(" ")[0], "--json").stdout)
-        assert data["what"] == rule.words
-        assert data["remedy"] == rule.remedy
-    unexplained = {k for k in RULES if k not in WHY or not WHY[k].why or not WHY[k].example}
-    assert not unexplained
+    for key, rule in RULES.items():
+        data = json.loads(run("rule", rule.number, "--json").stdout)
+        assert (data["name"], data["what"], data["remedy"]) == (rule.name, rule.words, rule.remedy)
+        assert (data["why"], data["effect"], data["example"]) == astuple(WHY[key])
     assert run("rule", "scale rule").exit_code == 0
     several = json.loads(run("rule", "scale", "--json").stdout)["rules"]
-    assert [r["name"] for r in several] == [n for c in codes if "scale" in (n := c.partition(" ")[2])]
+    assert [r["name"] for r in several] == [r.name for r in RULES.values() if "scale" in r.name]
     words = run("rule", "scale").stdout
     assert len(several) > 3 and all(f"{r['code']} {r['name']}" in words for r in several)
     assert json.loads(run("rule", "granul", "--json").stdout)["code"] == "PG101"

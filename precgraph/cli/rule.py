@@ -27,7 +27,7 @@ def rule(
     from precgraph.verify.rules import RULES
     from precgraph.verify.why import WHY
 
-    entries = {key: _entry(RULES[key], WHY.get(key)) for key in RULES}
+    entries = {key: _entry(RULES[key], WHY[key]) for key in RULES}
     if code == "all":
         if as_json:
             write_json({"schema": 1, "rules": list(entries.values())})
@@ -65,7 +65,8 @@ def _names(entry: dict[str, str]) -> tuple[str, ...]:
     return code, name, f"{code} {name}"
 
 
-def _entry(table: Rule, why: Why | None) -> dict[str, str]:
-    code, _, name = table.code.partition(" ")
-    extra = {key: getattr(why, key, "") for key in ("why", "effect", "example")}
-    return {"code": code, "name": name, "what": table.words, **extra, "remedy": table.remedy}
+def _entry(rule: Rule, why: Why) -> dict[str, str]:
+    return {
+        "code": rule.number, "name": rule.name, "what": rule.words, "why": why.why, "effect": why.effect,
+        "example": why.example, "remedy": rule.remedy,
+    }  # fmt: skip

@@ -92,6 +92,11 @@ def rows_of(document: Mapping[str, Any], *states: str) -> list[dict[str, Any]]:
     return [row for row in document["rows"] if row["state"] in states]
 
 
+def number(finding: Mapping[str, Any]) -> str:
+    """The code of a finding or row without its name: "PG105"."""
+    return str(finding["codes"][0])
+
+
 def value_lines(row: Mapping[str, Any]) -> list[str]:
     """What differs, an attribute a line, with both values."""
     columns = zip(row["attributes"], row["train"], row["infer"], strict=True)

@@ -62,10 +62,10 @@ def _rules(document: Mapping[str, Any]) -> list[dict[str, str]]:
     wanted = {number for row in rows_of(document, "violation") for number in row["codes"]}
     found = []
     for key, rule in RULES.items():
-        if rule.code.partition(" ")[0] in wanted:
+        if rule.number in wanted:
             why = WHY[key]
             found.append({"code": rule.code, "words": rule.words, **asdict(why)})
-    return sorted(found, key=lambda rule: rule["code"])
+    return found
 
 
 def recipe_rows(recipes: Mapping[str, Any]) -> list[tuple[str, str, str]]:

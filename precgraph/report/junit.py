@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from precgraph.report.document import kind, rows_of, value_lines, verdict
+from precgraph.report.document import kind, number, rows_of, value_lines, verdict
 from precgraph.report.families import FAMILIES, families
 
 # XML 1.0 has no character for these, escaped or not.
@@ -50,7 +50,7 @@ def _cases(document: Mapping[str, Any]) -> Iterator[ET.Element]:
 def _case(group: str, row: Mapping[str, Any]) -> ET.Element:
     case = ET.Element("testcase", classname=group, name=clean(f"{row['code']} in {row['module'] or 'the model'}"))
     if row["state"] == "violation":
-        failure = ET.SubElement(case, "failure", type=row["code"].partition(" ")[0], message=clean(row["message"]))
+        failure = ET.SubElement(case, "failure", type=number(row), message=clean(row["message"]))
         failure.text = clean("\n".join(_lines(row)))
     else:
         ET.SubElement(case, "skipped", message=clean(row.get("reason", "known from the baseline")))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from precgraph.report.document import value_lines, verdict
+from precgraph.report.document import number, value_lines, verdict
 from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
 
@@ -45,18 +45,16 @@ def render(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rules() -> Iterator[dict[str, Any]]:
-    for key, rule in sorted(RULES.items(), key=lambda item: item[1].code):
-        number, _, name = rule.code.partition(" ")
-        why = WHY.get(key)
-        text = " ".join(part for part in (why.why, why.effect) if part) if why else rule.words
-        example = f" Example: {why.example}" if why and why.example else ""
+    for key, rule in RULES.items():
+        why = WHY[key]
+        text = f"{why.why} {why.effect}".rstrip()
         yield {
-            "id": number,
-            "name": "".join(word.capitalize() for word in name.split()),
-            "shortDescription": {"text": f"{name}: {rule.words}"},
-            "fullDescription": {"text": text or rule.words},
-            "help": {"text": f"{text}{example} What to do: {rule.remedy}."},
-            "defaultConfiguration": {"level": "note" if number.startswith("PG9") else "error"},
+            "id": rule.number,
+            "name": "".join(word.capitalize() for word in rule.name.split()),
+            "shortDescription": {"text": f"{rule.name}: {rule.words}"},
+            "fullDescription": {"text": text},
+            "help": {"text": f"{text} Example: {why.example} What to do: {rule.remedy}."},
+            "defaultConfiguration": {"level": "note" if rule.number.startswith("PG9") else "error"},
         }
 
 
@@ -64,7 +62,7 @@ def _result(row: Mapping[str, Any], document: Mapping[str, Any], index: Mapping[
     state = row["state"]
     kind = _KINDS[state]
     result: dict[str, Any] = {
-        **_rule(row["code"], index),
+        **_rule(row, index),
         "kind": kind,
         "level": "error" if kind == "fail" else "none",
         "message": {"text": _message(row)},
@@ -83,16 +81,16 @@ def _result(row: Mapping[str, Any], document: Mapping[str, Any], index: Mapping[
 def _absent(finding: Mapping[str, Any], document: Mapping[str, Any], index: Mapping[str, int]) -> dict[str, Any]:
     """A finding of the baseline that is there no more."""
     return {
-        **_rule(finding["code"], index), "kind": "fail", "level": "error", "baselineState": "absent",
+        **_rule(finding, index), "kind": "fail", "level": "error", "baselineState": "absent",
         "message": {"text": _message(finding)}, "locations": [_location(finding["module"], document)],
         "partialFingerprints": {"precgraphRow/v1": _fingerprint(finding)},
     }  # fmt: skip
 
 
-def _rule(code: str, index: Mapping[str, int]) -> dict[str, Any]:
+def _rule(finding: Mapping[str, Any], index: Mapping[str, int]) -> dict[str, Any]:
     """The id, and the place in the table if this version still has the rule."""
-    number = code.partition(" ")[0]
-    return {"ruleId": number, **({"ruleIndex": index[number]} if number in index else {})}
+    code = number(finding)
+    return {"ruleId": code, **({"ruleIndex": index[code]} if code in index else {})}
 
 
 def _message(row: Mapping[str, Any]) -> str:

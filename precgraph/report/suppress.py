@@ -153,13 +153,13 @@ def _entry(path: Path, number: int, data: Mapping[str, Any]) -> Suppression:
     for key in KEYS[:3]:
         if not data.get(key, "").strip() and not (key == "module" and "module" in data):
             raise InputError(f"{where} has no {key}", path=str(path), remedy=f'write {key} = "..."')
-    known = [rule.code.partition(" ")[0] for rule in RULES.values()]
+    known = [rule.number for rule in RULES.values()]
     code = data["code"].strip().upper()
     if code not in known:
         close = difflib.get_close_matches(code, known, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise InputError(f"{where}: no rule has the code {data['code']!r}{hint}", path=str(path))
-    if code.startswith("PG9") or code == RULES["unused suppression"].code.partition(" ")[0]:
+    if code.startswith("PG9") or code == RULES["unused suppression"].number:
         raise InputError(f"{where}: {code} never fails a check by itself, or is about suppressions", path=str(path))
     level = data.get("level", "")
     if level and level not in LEVELS:  # it would never apply, and never be called unused

@@ -10,6 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from precgraph.report.document import number
 from precgraph.report.junit import clean
 from precgraph.report.layout import layout
 
@@ -23,10 +24,10 @@ _SYMBOLS = {"violation": "✗", "known": "●", "suppressed": "○", "not_proved
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What a report says of a node: its worst state and code, what differs, and that in words."""
+    """What a report says of a node: its worst state, that finding's number, what differs, and that in words."""
 
     state: str
-    code: str
+    number: str
     attributes: tuple[str, ...]
     text: str
 
@@ -41,7 +42,7 @@ def marks(document: Mapping[str, Any]) -> dict[str, Mark]:
             values = [f"{name}: train {ours} | rollout {theirs}" for name, ours, theirs in sides]
             if f["node"] and place not in found:
                 text = "\n".join([f["code"], *values, f["message"]])
-                found[place] = Mark(state, f["code"], tuple(f["attributes"]), text)
+                found[place] = Mark(state, number(f), tuple(f["attributes"]), text)
     return found
 
 
@@ -95,7 +96,7 @@ def _box(node: Mapping[str, Any], place: tuple[int, int], mark: Mark | None, seg
         ET.SubElement(group, "text", place_of).text = clean(text)
     if mark:
         badge = {"class": "code", "x": str(WIDTH - 4), "y": "12", "text-anchor": "end"}
-        ET.SubElement(group, "text", badge).text = clean(mark.code.partition(" ")[0])
+        ET.SubElement(group, "text", badge).text = clean(mark.number)
     return group
 
 

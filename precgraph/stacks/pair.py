@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ from precgraph.errors import InputError, RecipeError
 from precgraph.graph import PrecisionGraph, precision
 from precgraph.passes.raise_ops import raise_ops
 from precgraph.passes.rewrite import is_call
-from precgraph.recipe import PRESETS, Recipe
+from precgraph.recipe import LINEAR_FORMATS, PRESETS, Recipe
 from precgraph.stacks import ALIASES, NOT_MODELLED, STACKS, Built, Request, Stack, find, get
 from precgraph.stacks.keys import Keys, keys_of
 from precgraph.tables import read_table
 from precgraph.verify.report import Finding, Report
-from precgraph.verify.rules import ONE_RECIPE, RULES, Rule
+from precgraph.verify.rules import RULES, Rule, rule_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def resolve(train: Side, infer: Side, modules: Sequence[str], env: Mapping[str, 
 
 def _modelled(stack: Recipe, other: Recipe) -> Recipe:
     """``stack`` with what its stack says, formats and layers left out, and ``other``'s rules for everything else."""
-    formats = {f.name: getattr(stack.linear, f.name) for f in fields(stack.linear) if "Format" in str(f.type)}
+    formats = {name: getattr(stack.linear, name) for name in LINEAR_FORMATS}
     return replace(other, name=stack.name, linear=replace(other.linear, **formats), select=stack.select)
 
 
@@ -172,7 +172,7 @@ _FOLLOWS = "name a recipe file as --{}: --fix writes them into it"
 def _who_can_change(finding: Finding, sides: tuple[Resolved, Resolved]) -> str:
     """One recipe for both is for programs that have recipes; beside a stack, which side can follow the other."""
     train, infer = (side.side.stack for side in sides)
-    if finding.remedy != ONE_RECIPE or (train is None and infer is None):
+    if not rule_of(finding.code).by_recipe or (train is None and infer is None):
         return finding.remedy
     if train is None and infer is not None:
         return f"train by the rules of {infer.title} ({_FOLLOWS.format('train')}), or serve through precgraph's plugin"

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.common.results import Result, append
-from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Quantization, Selection, quantize_tiled
+from precgraph.checkpoint import BlockFp8, Checkpoint, Fp8Checkpoint, Selection, quantize_tiled
 from precgraph.format import Format
 from precgraph.verify.weights import check_weights, default_threads
 
@@ -44,7 +44,7 @@ def checkpoints(folder: Path, n: int, k: int, count: int) -> tuple[Checkpoint, F
         for file in set(table.values()):
             save_file({k: t for k, t in tensors.items() if table[k] == file}, folder / part / file)
         (folder / part / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
-        config = {"quantization_config": Quantization().to_dict()} if part == "fp8" else {}
+        config = {"quantization_config": BlockFp8().to_dict()} if part == "fp8" else {}
         (folder / part / "config.json").write_text(json.dumps(config))
     selection = Selection(fmt, frozenset(masters), {}, {}, dict.fromkeys(masters, (n, k)), {})
     return Checkpoint(folder / "masters"), Fp8Checkpoint(folder / "fp8"), selection

@@ -8,18 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from precgraph.checkpoint import Quantization
-from precgraph.errors import CheckError, InputError, UnsupportedModelError
+from precgraph.errors import CheckError, InputError
 from precgraph.graph import PrecisionGraph
-from precgraph.loading import find, load_config_model, program_config
+from precgraph.loading import load_config_model, program_config
 from precgraph.lowering.lower import lower, target
 from precgraph.passes.pipeline import build
 from precgraph.recipe import Recipe
 from precgraph.runtime.compiled import Compiled
-from precgraph.tables import read_table
 from precgraph.trace import Trace, trace
 from precgraph.verify import Report, check_inclusion
-from precgraph.weight_files import quantization_table
 
 Side = nn.Module | PrecisionGraph
 
@@ -87,23 +84,6 @@ def trace_served(model: str | Path, checkpoint: str | Path) -> Trace | None:
         return None
     found = trace(theirs)
     return None if found.graph.digest() == trace(ours).graph.digest() else found
-
-
-def stored_as(model: str | Path) -> Quantization | None:
-    """How MODEL's own weights are quantised in its files, which none of a check's sides has to speak of; None for plain
-    ones. UnsupportedModelError if they are stored in a way that nothing here reads."""
-    source = find(model)
-    config = {} if source.gguf else read_table(source.config)
-    path = str(source.config)
-    if quantization_table(config, path) is None:
-        return None
-    try:
-        return Quantization.parse(config, path)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(
-            f"its weights are stored quantised, and {error.message}", path=path,
-            remedy="name the bf16 checkpoint that they were made from as MODEL",
-        ) from None  # fmt: skip
 
 
 def require_same_program(model: str | Path, checkpoint: str | Path) -> None:

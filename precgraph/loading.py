@@ -27,8 +27,9 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from precgraph.errors import InputError, UnsupportedModelError
+from precgraph.stored import StoredWeights, quantization_table
 from precgraph.tables import read_table
-from precgraph.weight_files import Checkpoint, link_without_target, quantization_table
+from precgraph.weight_files import Checkpoint, link_without_target
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_HOST = "huggingface.co"
@@ -80,10 +81,17 @@ def load_model(model: str | Path) -> PreTrainedModel:
         raise InputError("a config.json has no weights", path=source.name, remedy="pass the checkpoint's directory")
     if source.gguf:
         return _load_gguf(source, source.weights)
-    _refuse_quantized(source, _json_config(source))
+    StoredWeights.of(_json_config(source).to_dict(), str(source.config)).require_plain()
     if Path(source.weights).is_dir():
         Checkpoint(source.weights)  # that its files are whole, and that there is one way to read them
     return _from_pretrained(source, source.weights, use_safetensors=True)
+
+
+def stored_weights(model: str | Path) -> StoredWeights:
+    """How MODEL's own weights are stored in its files; those of a GGUF are plain as they are read."""
+    source = find(model)
+    path = str(source.config)
+    return StoredWeights(path) if source.gguf else StoredWeights.of(read_table(source.config), path)
 
 
 def program_config(model: PreTrainedModel) -> dict[str, Any]:
@@ -288,16 +296,6 @@ def _require_shapes(source: Source, config: Any) -> None:
         raise InputError(
             f"num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}",
             path=str(source.config), remedy="correct the config",
-        )  # fmt: skip
-
-
-def _refuse_quantized(source: Source, config: Any) -> None:
-    quantized = getattr(config, "quantization_config", None)
-    if quantized:
-        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else type(quantized).__name__
-        raise UnsupportedModelError(
-            f"the weights are stored quantised ({method}), and master weights are bfloat16",
-            path=source.name, remedy="use the checkpoint that they were made from, or dequantise it to bf16 first",
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Nothing in a checkpoint is executed: pickled weights are refused, and what an in
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from precgraph.errors import InputError
+from precgraph.stored import StoredWeights
 from precgraph.tables import read_table
 
 INDEX = "model.safetensors.index.json"
@@ -69,6 +70,11 @@ class Checkpoint:
         return tensor
 
     @property
+    def stored(self) -> StoredWeights:
+        """How its config says that its weights are stored."""
+        return StoredWeights.of(self.config, str(self.folder / "config.json"))
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its files."""
         return sum((self.folder / shard).stat().st_size for shard in self.shards)
@@ -82,17 +88,6 @@ def _config(folder: Path) -> dict[str, Any]:
     if not (folder / "config.json").is_file():
         raise InputError("holds no config.json", path=str(folder), remedy="pass a checkpoint's directory")
     return read_table(folder / "config.json")
-
-
-def quantization_table(config: Mapping[str, Any], path: str) -> Mapping[str, Any] | None:
-    """The ``quantization_config`` of a model's config, None if it is absent or empty; InputError if it is no table."""
-    table = config.get("quantization_config")
-    if not isinstance(table, Mapping | None):
-        raise InputError(
-            f"quantization_config must be a table, not {table!r}", path=path,
-            remedy='write what the quantiser wrote, such as {"quant_method": "fp8", ...}, or remove it',
-        )  # fmt: skip
-    return table or None
 
 
 def link_without_target(path: Path) -> str:

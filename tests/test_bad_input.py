@@ -162,12 +162,12 @@ ANY_CHECKPOINT: dict[str, tuple[Damage, str]] = {
     "pickle by another name": (pickle_by_another_name, "is not a whole safetensors file"),
 }
 QUANTIZED: dict[str, tuple[Damage, str]] = {
-    "unknown method": (quantization({"quant_method": "mystery"}), "quant_method 'mystery' is not block FP8"),
-    "no method": (quantization({"quant_method": None}), "quant_method None is not block FP8"),
-    "scale a tensor": (quantization({"weight_block_size": None}), "one scale each, no weight_block_size"),
+    "unknown method": (quantization({"quant_method": "mystery"}), "quantised (quant_method 'mystery'), in a way"),
+    "no method": (quantization({"quant_method": None}), "quantised (quant_method None), in a way"),
+    "scale a tensor": (quantization({"weight_block_size": None}), "one scale a tensor, no weight_block_size), in a"),
     "blocks of words": (quantization({"weight_block_size": "big"}), "is not one or two sizes"),
-    "static scales": (quantization({"activation_scheme": "static"}), "activation_scheme 'static' is not served"),
-    "skip list of one word": (quantization({"modules_to_not_convert": "lm_head"}), "is not a list of names"),
+    "static scales": (quantization({"activation_scheme": "static"}), "(FP8 with activation_scheme 'static'), in a way"),
+    "skip list of one word": (quantization({"modules_to_not_convert": "lm_head"}), "= 'lm_head' is no list of names"),
     "no quantization_config": (
         lambda f: edited(f / "config.json", lambda c: c.pop("quantization_config")), "has no quantization_config",
     ),

@@ -19,11 +19,12 @@ from typer.testing import CliRunner
 
 import precgraph
 from precgraph import Format, InputError, NonFiniteError, RecipeError, UnsupportedModelError
-from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Quantization, Selection, export, quantize_tiled
+from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, quantize_tiled
 from precgraph.checkpoint.export import _require_served
 from precgraph.cli import app
 from precgraph.quantizer import QTensor, dequantize, quantize
 from precgraph.recipe import Recipe, SelectRule
+from precgraph.stored import StoredWeights
 from tests.families import CAUSAL_LMS, causal_lm, config_json
 
 BLOCKS = Format(dtype="float8_e4m3fn", granularity="128x128")
@@ -193,8 +194,8 @@ def test_transformers_loads_it(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [128, [128], [128, 128], (128, 128)])
 def test_block_sizes_that_occur(size: object) -> None:
-    parsed = Quantization.parse({"quantization_config": {"quant_method": "fp8", "weight_block_size": size}})
-    assert parsed.block == (128, 128)
+    stored = StoredWeights.of({"quantization_config": {"quant_method": "fp8", "weight_block_size": size}})
+    assert stored.require_fp8().block == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,8 @@ def test_block_sizes_that_occur(size: object) -> None:
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, InputError, "weight_block_size"),
         ({"quant_method": "fp8", "weight_block_size": "128"}, InputError, "weight_block_size"),
         ({"quant_method": "fp8", "weight_block_size": [128] * 3}, InputError, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": True}, InputError, "weight_block_size"),
+        ({"quant_method": "fp8", "weight_block_size": [True, True]}, InputError, "weight_block_size"),
         ({"quant_method": "fp8", "weight_block_size": 128, "activation_scheme": "x"}, UnsupportedModelError, "'x'"),
         ({"quant_method": "fp8", "weight_block_size": 128, "modules_to_not_convert": "x"}, InputError, "list of names"),
         (None, InputError, "no quantization_config"),
@@ -212,7 +215,7 @@ def test_block_sizes_that_occur(size: object) -> None:
 )  # fmt: skip
 def test_quantization_configs_that_are_refused(table: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
-        Quantization.parse({"quantization_config": table})
+        StoredWeights.of({"quantization_config": table}).require_fp8()
 
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
@@ -304,7 +307,7 @@ def test_masters_of_zeros(tmp_path: Path) -> None:
 def test_exports_that_are_refused(tmp_path: Path, llama: Path) -> None:
     with pytest.raises(InputError, match="exists already"):
         export(llama / "masters", llama / "fp8", Recipe.jet_rl())
-    with pytest.raises(UnsupportedModelError, match="stored quantised already"):
+    with pytest.raises(UnsupportedModelError, match="stored quantised .FP8, blocks of 128x128., and masters"):
         export(llama / "fp8", tmp_path / "again", Recipe.jet_rl())
     with pytest.raises(RecipeError, match="quantises no weights"):
         export(llama / "masters", tmp_path / "plain", Recipe.bf16())

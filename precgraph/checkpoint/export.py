@@ -15,13 +15,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from precgraph.checkpoint.fp8 import SCALE, Quantization, not_finite, quantize_tiled
+from precgraph.checkpoint.fp8 import SCALE, not_finite, quantize_tiled
 from precgraph.checkpoint.memory import ModelTensors
 from precgraph.checkpoint.selection import Selection, ignored, select
 from precgraph.checkpoint.whole import whole
 from precgraph.errors import InputError, NonFiniteError, RecipeError, UnsupportedModelError
 from precgraph.loading import find, load_config_model, load_model
 from precgraph.recipe import Recipe
+from precgraph.stored import BlockFp8
 from precgraph.weight_files import INDEX, SINGLE, Checkpoint
 
 RECIPE = "precgraph_recipe.toml"
@@ -106,10 +107,7 @@ def _from_path(model: str | Path, step: Step) -> _Source:
     if not found.weights or not Path(found.weights).is_dir():
         raise InputError("has no weights here", path=str(model), remedy="pass the directory of a checkpoint")
     checkpoint = Checkpoint(found.weights)
-    if checkpoint.config.get("quantization_config"):
-        raise UnsupportedModelError(
-            "the weights are stored quantised already", path=str(model), remedy="export the masters they were made from"
-        )
+    checkpoint.stored.require_plain()
     built = load_config_model(model)
     unread = ignored(built)
     by_shard: dict[str, list[str]] = {shard: [] for shard in checkpoint.shards}
@@ -212,7 +210,7 @@ def _write(
         _json(folder / INDEX, {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(table.items()))})
     config = {k: v for k, v in source.config.items() if k not in ("torch_dtype", "dtype")}
     skip = tuple(sorted(selection.kept))
-    quantization = Quantization(selection.format.block, skip).to_dict()
+    quantization = BlockFp8(selection.format.block, skip).to_dict()
     _json(folder / "config.json", {**config, "dtype": "bfloat16", "quantization_config": quantization})
     source.extras(folder)
     recipe.save(folder / RECIPE)

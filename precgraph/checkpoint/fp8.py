@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,69 +13,12 @@ from torch import Tensor
 from precgraph.errors import InputError, NonFiniteError, UnsupportedModelError
 from precgraph.format import Format
 from precgraph.quantizer import QTensor, quantize
-from precgraph.weight_files import Checkpoint, Entry, quantization_table
+from precgraph.weight_files import Checkpoint, Entry
 
 SCALE = "_scale_inv"  # after the name of a weight
 CODES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _SCALES = ("F32", "BF16", "F8_E8M0")
 _TILE = 4096  # columns: a tile of 128 rows then stays in a core's cache, five times as fast as a whole weight
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """A ``quantization_config`` with ``quant_method`` "fp8" in blocks of ``block`` = (rows, columns).
-
-    ``skip`` are the modules whose weights are not quantised, as the file spells them.
-    """
-
-    block: tuple[int, int] = (128, 128)
-    skip: tuple[str, ...] = ()
-
-    @classmethod
-    def parse(cls, config: Mapping[str, Any], path: str = "config.json") -> Quantization:
-        """From a model's config. UnsupportedModelError for another method; InputError for a malformed one.
-
-        ``weight_block_size`` may be 128, [128] or [128, 128], as files in the wild have it.
-        """
-        table = quantization_table(config, path)
-        if table is None:
-            raise InputError("the config has no quantization_config", path=path, remedy="pass an FP8 checkpoint")
-        if table.get("quant_method") != "fp8":
-            raise UnsupportedModelError(
-                f"quant_method {table.get('quant_method')!r} is not block FP8", path=path,
-                remedy='pass a checkpoint with quant_method "fp8"',
-            )  # fmt: skip
-        if table.get("activation_scheme", "dynamic") != "dynamic":
-            raise UnsupportedModelError(
-                f"activation_scheme {table['activation_scheme']!r} is not served", path=path,
-                remedy="only dynamic activation scales depend on the token alone",
-            )  # fmt: skip
-        skip = table.get("modules_to_not_convert") or table.get("ignored_layers") or []
-        if not isinstance(skip, list) or not all(isinstance(s, str) for s in skip):
-            raise InputError("modules_to_not_convert is not a list of names", path=path, remedy="correct the config")
-        return cls(_block(table.get("weight_block_size"), path), tuple(skip))
-
-    def to_dict(self) -> dict[str, Any]:
-        """What :meth:`parse` reads."""
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": list(self.block),
-            "modules_to_not_convert": list(self.skip),
-        }
-
-
-def _block(size: Any, path: str) -> tuple[int, int]:
-    if size is None:
-        raise UnsupportedModelError(
-            "the FP8 weights have one scale each, no weight_block_size", path=path, remedy="quantise in blocks"
-        )
-    values = [size, size] if isinstance(size, int) else list(size) if isinstance(size, list | tuple) else []
-    values = values * 2 if len(values) == 1 else values
-    if len(values) != 2 or not all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in values):
-        raise InputError(f"weight_block_size = {size!r} is not one or two sizes", path=path, remedy="write [128, 128]")
-    return values[0], values[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +40,7 @@ class Fp8Checkpoint(Checkpoint):
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)
-        self.quantization = Quantization.parse(self.config, str(self.folder / "config.json"))
+        self.quantization = self.stored.require_fp8()
         self.weights = [name for name, e in self.entries.items() if e.dtype in CODES]
         self.problems = [p for name, e in self.entries.items() if (p := self._problem(name, e)) is not None]
 

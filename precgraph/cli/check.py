@@ -17,9 +17,9 @@ from precgraph.cli.model import MODEL, SIDE_HELP, Backend, trace_model
 from precgraph.errors import InputError, PrecGraphError
 
 if TYPE_CHECKING:
-    from precgraph.checkpoint import Quantization
     from precgraph.fix import Plan
     from precgraph.graph import PrecisionGraph
+    from precgraph.stored import StoredWeights
     from precgraph.verify import Report
 
 LEVELS = ("graph", "weights", "numerics", "env")
@@ -155,9 +155,11 @@ def _graphs(
         named = parse(train), parse(infer)
         step("starting torch")
         from precgraph.checking import check as compare
-        from precgraph.checking import lowered, stored_as, trace_served
+        from precgraph.checking import lowered, trace_served
+        from precgraph.loading import stored_weights
 
-        stored = stored_as(model)
+        stored = stored_weights(model)
+        stored.require_readable()
         traced = trace_model(model, step)
         from precgraph.lowering.lower import backend_name, target
         from precgraph.report.layer import drawn_parts
@@ -172,7 +174,7 @@ def _graphs(
         infer_graph = lowered(own[1] or traced, "infer", recipes[1], backend, device)
         step("comparing")
         report = explain(compare(train_graph, infer_graph), *sides)
-        if stored and not any(side.checkpoint for side in named):
+        if stored.fp8 and not any(side.checkpoint for side in named):
             report = _stored_aside(report, model, stored)
         context = {
             "level": "graph",
@@ -196,12 +198,12 @@ def _graphs(
     return report, context, plan
 
 
-def _stored_aside(report: Report, model: str, stored: Quantization) -> Report:
+def _stored_aside(report: Report, model: str, stored: StoredWeights) -> Report:
     """What is not proved of a MODEL that is an FP8 checkpoint, where no side is one."""
     from precgraph.verify.report import Finding
     from precgraph.verify.rules import RULES
 
-    words = f"{model} is stored in FP8, blocks of {stored.block[0]}x{stored.block[1]}: neither side reads these codes"
+    words = f"{model} is stored in {stored}: neither side reads these codes"
     remedy = f"what vLLM makes of them: --infer {model}"
     point = Finding(RULES["stored quantised"].code, "", "", "weights", (), (), (), words, remedy)
     return replace(report, not_proved=(*report.not_proved, point))

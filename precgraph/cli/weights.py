@@ -16,9 +16,9 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
     """Compare the checkpoint ``infer`` with what ``train`` makes of ``masters``; the exit code."""
     with progress() as step:
         step("starting torch")
-        from precgraph.checking import require_same_program, stored_as
+        from precgraph.checking import require_same_program
         from precgraph.checkpoint import Fp8Checkpoint, open_masters, select
-        from precgraph.loading import load_config_model
+        from precgraph.loading import load_config_model, stored_weights
         from precgraph.recipe import Recipe
         from precgraph.stacks.pair import Side, parse, resolve_for
         from precgraph.trace import trace
@@ -27,7 +27,7 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
         named = parse(train), Side("jet_rl", Recipe.jet_rl())
         step("reading names and shapes")
         theirs, ours = Fp8Checkpoint(infer), open_masters(masters)
-        stored_as(masters)  # what is stored in FP8 is refused as masters below, and named
+        stored_weights(masters).require_readable()  # of masters in block FP8, each weight is named below
         step("asking the recipe which layers are quantised")
         model = load_config_model(masters)
         traced = trace(model)

@@ -20,11 +20,10 @@ from precgraph.stacks.base import (
     lookup,
     other_activation,
     plain_recipe,
-    strings,
     taken,
 )
 from precgraph.stacks.matching import Matcher, path, skips, substring
-from precgraph.stacks.vllm import STORED_KEYS, block_of, stored_weight
+from precgraph.stacks.vllm import STORED_KEYS, ignored_layers, stored_weight
 
 
 def activation(request: Request) -> tuple[Format, tuple[str, ...]]:
@@ -40,10 +39,8 @@ def _build(request: Request, name: str, matcher: Matcher) -> Built:
         if config:
             return Built(plain_recipe(name))
         stored = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    block_of(request, stored)
-    patterns = strings(request, stored.get("ignored_layers") or stored.get("modules_to_not_convert"))
-    left_out = skips(patterns, request.modules, matcher)
     weight, assumed = stored_weight(request, stored)
+    left_out = skips(ignored_layers(request, stored), request.modules, matcher)
     act, more = activation(request)
     return Built(fp8_recipe(name, request, act, weight, left_out), left_out, (), (*assumed, *more))
 

@@ -25,8 +25,8 @@ from precgraph.stacks.base import (
     taken,
 )
 from precgraph.stacks.matching import exact, regex_or_glob, skips
+from precgraph.stored import StoredWeights
 
-BLOCK = (128, 128)
 _DTYPES = {"bfloat16": "bfloat16", "float16": "float16", "half": "float16", "auto": "", None: ""}
 
 
@@ -50,17 +50,15 @@ def build(request: Request) -> Built:
 
 
 def _checkpoint(request: Request, stored: Mapping[str, Any]) -> Built:
-    block = block_of(request, stored)
-    patterns = strings(request, stored.get("ignored_layers") or stored.get("modules_to_not_convert"))
-    left_out = skips(patterns, request.modules, exact)
     weight, assumed = stored_weight(request, stored)
+    left_out = skips(ignored_layers(request, stored), request.modules, exact)
     if not powers_of_two(request) and weight.powers_of_two:
         raise request.error(
             "the checkpoint's scales are powers of two, and activations with fp32 scales beside them are not modelled",
             "leave VLLM_USE_DEEP_GEMM_E8M0 at 1",
         )
-    weight = requantized(request, weight)
-    return Built(fp8_recipe("vllm", request, activation(request, block[0]), weight, left_out), left_out, (), assumed)
+    act, weight = activation(request, weight.block[0]), requantized(request, weight)
+    return Built(fp8_recipe("vllm", request, act, weight, left_out), left_out, (), assumed)
 
 
 def activation(request: Request, group: int = 128) -> Format:
@@ -93,7 +91,7 @@ def requantized(request: Request, weight: Format) -> Format:
 
 def stored_weight(request: Request, stored: Mapping[str, Any]) -> tuple[Format, tuple[str, ...]]:
     """A checkpoint's weights. How they were rounded is not in its config: that is the other side's rule, and said."""
-    rows, columns = block_of(request, stored)
+    rows, columns = _block(request, stored)
     scale = "ue8m0" if stored.get("scale_fmt") == "ue8m0" else "float32"
     fields = ("scale_rule", "divide", "amax_floor", "source")
     other = other_weight(request)
@@ -101,22 +99,32 @@ def stored_weight(request: Request, stored: Mapping[str, Any]) -> tuple[Format, 
     return taken(weight, other, *fields), tuple(f"weight.{name}" for name in fields)
 
 
-def block_of(request: Request, stored: Mapping[str, Any]) -> tuple[int, int]:
-    """``weight_block_size`` of a quantization_config; RecipeError for what is not block FP8."""
-    method, block = stored.get("quant_method"), stored.get("weight_block_size")
-    if method != "fp8":
+def _block(request: Request, stored: Mapping[str, Any]) -> tuple[int, int]:
+    found = StoredWeights.parse(stored, request.path)
+    if found.fp8 is None:
         raise request.error(
-            f"quantization_config: quant_method {method!r} is not modelled", "pass a block FP8 checkpoint"
+            f"quantization_config: {found.other} is not modelled",
+            "use a block FP8 checkpoint: weight_block_size = [128, 128] and activation_scheme = dynamic",
         )
-    if stored.get("activation_scheme", "dynamic") != "dynamic" or block is None:
+    _require_two_sizes(request, stored["weight_block_size"])
+    return found.fp8.block
+
+
+# ------------------------------------------------------- how vLLM, and SGLang like it, reads a quantization_config
+
+
+def _require_two_sizes(request: Request, size: Any) -> None:
+    """Fp8Config takes the length of a weight_block_size; 128 and [128], which other loaders read, are errors there."""
+    if not isinstance(size, list) or len(size) != 2:
         raise request.error(
-            "quantization_config: FP8 with one scale a tensor or static activations is not modelled",
-            "use weight_block_size = [128, 128] and activation_scheme = dynamic",
+            f"quantization_config: weight_block_size = {size!r} is not two sizes, and the engine takes no other",
+            "write [128, 128]",
         )
-    good = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
-    if not good:
-        raise request.error(f"quantization_config: weight_block_size = {block!r} is not two positive integers")
-    return int(block[0]), int(block[1])
+
+
+def ignored_layers(request: Request, stored: Mapping[str, Any]) -> list[str]:
+    """The skip list: of two, the one by the engine's own name, where transformers takes modules_to_not_convert."""
+    return strings(request, stored.get("ignored_layers") or stored.get("modules_to_not_convert"))
 
 
 UNKNOWN = (

@@ -15,7 +15,7 @@ from precgraph import ops
 from precgraph.checkpoint import Fp8Checkpoint, layout
 from precgraph.errors import UnsupportedModelError
 from precgraph.graph import PrecisionGraph
-from precgraph.loading import load_model
+from precgraph.loading import load_model, stored_weights
 from precgraph.runtime.compiled import Compiled, build_lowered
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.vllm import ARCHITECTURE
@@ -23,7 +23,6 @@ from precgraph.runtime.vllm.config import KEY, recipe_of
 from precgraph.runtime.vllm.quantized import load_quantized
 from precgraph.runtime.vllm.sizes import Sizes, sizes_of
 from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, skeleton, wire
-from precgraph.tables import read_table
 from precgraph.trace import require_supported, trace
 
 
@@ -85,7 +84,7 @@ class PrecGraphForCausalLM(nn.Module):
                 "the weights are a trainer's in this process", remedy="actor.sync() refreshes them"
             )
         folder = Path(self.checkpoint)
-        if folder.is_dir() and read_table(folder / "config.json").get("quantization_config"):
+        if folder.is_dir() and not stored_weights(folder).plain:
             load_quantized(store, Fp8Checkpoint(folder), self.places)
             return set()
         try:

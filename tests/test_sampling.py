@@ -14,7 +14,7 @@ from torch import Tensor
 
 from precgraph.errors import InputError, NonFiniteError
 from precgraph.runtime.logprobs import MAX_TEMPERATURE, MIN_TEMPERATURE, require_temperature
-from precgraph.runtime.sampling import Sampled, SamplingParams, sample
+from precgraph.runtime.sampling import Sampled, SamplingParams, ranks, sample
 
 PROBABILITIES = (0.6, 0.3, 0.1)
 
@@ -221,3 +221,29 @@ def test_values_out_of_range_are_errors_that_name_them(name: str, value: Any) ->
 
 def test_stop_ids_are_kept_as_a_tuple() -> None:
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+
+
+# ------------------------------------------------------------------------------------------- ranks
+
+
+def test_a_rank_counts_equals_and_what_is_not_a_number_is_below_all() -> None:
+    row = torch.tensor([1.0, 3.0, 3.0, -math.inf, math.nan, 0.0, -0.0, math.inf])
+    found = ranks(row.expand(8, -1), torch.arange(8))
+    assert found.dtype == torch.int64
+    assert found.tolist() == [4, 3, 3, 7, 0, 6, 6, 1]
+
+
+@pytest.mark.parametrize("width", [1, 7, 1000])
+def test_ranks_are_places_in_the_sorted_row(width: int) -> None:
+    logits = random_logits(24, width)
+    logits[:8] = logits[:8].round()  # many that are equal
+    logits[4:12, ::3] = -math.inf
+    logits[8:16, 1::5] = math.nan
+    logits[16] = -math.inf
+    logits[17] = math.nan
+    for start in range(0, width, max(1, width // 7)):
+        ids = (torch.arange(24) + start) % width
+        found = ranks(logits, ids).tolist()
+        for row, token, rank in zip(logits.numpy(), ids.tolist(), found, strict=True):
+            ascending = np.sort(row[~np.isnan(row)])
+            assert rank == len(ascending) - np.searchsorted(ascending, row[token])

@@ -74,22 +74,28 @@ def test_shares_of_draws_are_probabilities() -> None:
     torch.testing.assert_close(found.ids.bincount(minlength=4).cpu() / draws, probabilities, rtol=0, atol=2e-4)
 
 
-def test_a_batch_of_all_kinds_does_not_wait() -> None:
-    """Greedy, whole and cut rows in one step; torch raises where the host would wait for the device."""
+GREEDY, WHOLE, CUT = SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(top_p=0.9, top_k=40)
+
+
+@pytest.mark.parametrize("kinds", [[GREEDY, WHOLE, CUT] * 2, [WHOLE] * 6], ids=["of all kinds", "of whole rows"])
+def test_a_batch_does_not_wait(kinds: list[SamplingParams]) -> None:
+    """torch raises where the host would wait for the device. A row gets what it gets in any other batch."""
     logits, _, quantiles = batch(9001, 6)
-    kinds = [SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(top_p=0.9, top_k=40)] * 2
     uniforms = quantiles.tolist()
     sample(logits, kinds, uniforms)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rows = Rows.of(kinds, logits.device)
-        found = sample(logits, rows, uniforms)
+        found = sample(logits, Rows.of(kinds, logits.device), uniforms)
+        ranks(logits, found.ids)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(found.ids[::3], logits[::3].argmax(-1))
     temperature = torch.tensor([p.temperature or 1.0 for p in kinds], device="cuda")
     assert torch.equal(found.logprobs, logprobs_from_logits(logits, found.ids, temperature))
-    assert bool((found.kept_mass[2::3] < 1).all()) and bool((found.kept_mass[:2] == 1).all())
+    for i, kind in enumerate(kinds):
+        alone = sample(logits[i : i + 1], [kind], uniforms[i : i + 1])
+        assert found.ids[i] == alone.ids[0] and found.kept_mass[i] == alone.kept_mass[0]
+        assert bool(found.kept_mass[i] < 1) == kind.truncated
+        assert not kind.greedy or found.ids[i] == logits[i].argmax()
 
 
 def test_nan_is_seen_in_the_log_probability_and_gives_a_token_of_the_vocabulary() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from precgraph.errors import CheckError, InputError
 from precgraph.graph import PrecisionGraph
@@ -76,22 +77,23 @@ def lowered(
     return lower(build(traced.graph, mode, recipe, check=True), backend, device)
 
 
-def trace_served(model: str | Path, checkpoint: str | Path) -> Trace | None:
+def trace_served(model: PreTrainedModel, traced: Trace | None, checkpoint: str | Path) -> Trace | None:
     """The trace of the model that the ``config.json`` of a served ``checkpoint`` describes; None if it has the program
-    that ``model`` describes."""
-    ours, theirs = load_config_model(model), load_config_model(checkpoint)
-    if program_config(ours) == program_config(theirs):
+    of ``model``. ``traced`` is the trace of that; without one it is made, if the two configs do not settle it."""
+    theirs = load_config_model(checkpoint)
+    if program_config(model) == program_config(theirs):
         return None
-    found = trace(theirs)
-    return None if found.graph.digest() == trace(ours).graph.digest() else found
+    found, ours = trace(theirs), traced or trace(model)
+    return None if found.graph.digest() == ours.graph.digest() else found
 
 
-def require_same_program(model: str | Path, checkpoint: str | Path) -> None:
-    """InputError if a served ``checkpoint`` is of another model than ``model``, whatever its weights are."""
-    if trace_served(model, checkpoint) is not None:
+def require_same_program(name: str, model: PreTrainedModel, traced: Trace | None, checkpoint: str | Path) -> None:
+    """InputError if a served ``checkpoint`` is of another model than ``model``, which the user calls ``name``, whatever
+    its weights are; ``traced`` as in :func:`trace_served`."""
+    if trace_served(model, traced, checkpoint) is not None:
         raise InputError(
-            f"its config.json describes another program than that of {model}", path=str(checkpoint),
-            remedy=f"precgraph check {model} --infer {checkpoint} names the nodes that differ",
+            f"its config.json describes another program than that of {name}", path=str(checkpoint),
+            remedy=f"precgraph check {name} --infer {checkpoint} names the nodes that differ",
         )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.stored import StoredWeights, quantization_table
 from precgraph.tables import read_table
-from precgraph.weight_files import Checkpoint, link_without_target
+from precgraph.weight_files import link_without_target, require_whole
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_HOST = "huggingface.co"
@@ -55,7 +55,7 @@ class Source:
     gguf: bool = False
 
 
-def load_config_model(model: str | Path) -> PreTrainedModel:
+def load_config_model(model: str | Path | Source) -> PreTrainedModel:
     """The causal language model that MODEL describes, bf16 on the meta device: no weights are read.
 
     A ``quantization_config`` is ignored, since the recipe says what is quantised. Raises InputError (missing path,
@@ -70,7 +70,7 @@ def load_config_model(model: str | Path) -> PreTrainedModel:
     return result
 
 
-def load_model(model: str | Path) -> PreTrainedModel:
+def load_model(model: str | Path | Source) -> PreTrainedModel:
     """The causal language model with its weights, bf16 on the CPU, in eval mode.
 
     A GGUF's weights are dequantised to bf16 and the result saves like any other model. Raises as
@@ -83,11 +83,11 @@ def load_model(model: str | Path) -> PreTrainedModel:
         return _load_gguf(source, source.weights)
     StoredWeights.of(_json_config(source).to_dict(), str(source.config)).require_plain()
     if Path(source.weights).is_dir():
-        Checkpoint(source.weights)  # that its files are whole, and that there is one way to read them
+        require_whole(source.weights)
     return _from_pretrained(source, source.weights, use_safetensors=True)
 
 
-def stored_weights(model: str | Path) -> StoredWeights:
+def stored_weights(model: str | Path | Source) -> StoredWeights:
     """How MODEL's own weights are stored in its files; those of a GGUF are plain as they are read."""
     source = find(model)
     path = str(source.config)
@@ -161,8 +161,10 @@ def _load(weights: str, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 # -------------------------------------------------------------------------------------------- find
 
 
-def find(model: str | Path) -> Source:
-    """What MODEL names; InputError if it is not there."""
+def find(model: str | Path | Source) -> Source:
+    """What MODEL names, unless that was found already; InputError if it is not there."""
+    if isinstance(model, Source):
+        return model
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_directory(str(model), path)

@@ -80,6 +80,12 @@ class Checkpoint:
         return sum((self.folder / shard).stat().st_size for shard in self.shards)
 
 
+def require_whole(folder: str | Path) -> None:
+    """InputError unless a directory's safetensors are whole and every reader takes the same tensors from them, which is
+    what opening them finds."""
+    Checkpoint(folder)
+
+
 def _config(folder: Path) -> dict[str, Any]:
     if folder.is_file():
         raise InputError("is a file", path=str(folder), remedy="pass the directory of a checkpoint's safetensors")

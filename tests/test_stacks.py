@@ -10,6 +10,7 @@ import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -535,6 +536,32 @@ def test_check_stacks_on_the_command_line(tmp_path: Path) -> None:
     assert "not known, so taken from the other side" in text
     assert "Not compared: norms" in text
     assert run("check", tmp_path, "--train", "te", "--infer", "te").exit_code == 0
+
+
+def test_a_check_builds_and_traces_each_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, *modules: str) -> None:
+        real = getattr(sys.modules[modules[0]], name)
+
+        def call(*args: Any) -> Any:
+            calls[name] += 1
+            return real(*args)
+
+        for module in modules:
+            monkeypatch.setattr(sys.modules[module], name, call)
+
+    counted("load_config_model", "precgraph.loading", "precgraph.checking")
+    counted("trace", "precgraph.trace", "precgraph.checking")
+    model, same, other = (tmp_path / name for name in ("model", "same", "other"))
+    for folder in (model, same, other):
+        folder.mkdir()
+        checkpoint(folder, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    write(other / "config.json", json.dumps(json.loads((other / "config.json").read_text()) | {"rms_norm_eps": 0.5}))
+    for sides, built, traced in (((same, same), 2, 1), ((same, other), 3, 2), ((other, other), 2, 2)):
+        calls.clear()
+        assert run("check", model, "--train", sides[0], "--infer", sides[1]).exit_code == (sides[0] != sides[1])
+        assert calls == {"load_config_model": built, "trace": traced}
 
 
 def test_what_was_read_of_a_file_and_that_nothing_is_quantised(tmp_path: Path) -> None:

@@ -156,22 +156,24 @@ def _graphs(
         step("starting torch")
         from precgraph.checking import check as compare
         from precgraph.checking import lowered, trace_served
-        from precgraph.loading import stored_weights
+        from precgraph.loading import find, stored_weights
 
-        stored = stored_weights(model)
+        source = find(model)
+        stored = stored_weights(source)
         stored.require_readable()
-        traced = trace_model(model, step)
+        built, traced = trace_model(source, step)
         from precgraph.lowering.lower import backend_name, target
         from precgraph.report.layer import drawn_parts
 
         device = target(traced.tensors.values())
         sides = resolve_for(traced.graph, named, env)
         recipes = sides[0].recipe, sides[1].recipe
-        own = [side.checkpoint and trace_served(model, side.checkpoint) for side in named]
+        paths = dict.fromkeys(side.checkpoint for side in named)
+        own = {path: trace_served(built, traced, path) if path else None for path in paths}
         step("building the training program")
-        train_graph = lowered(own[0] or traced, "train", recipes[0], backend, device)
+        train_graph = lowered(own[named[0].checkpoint] or traced, "train", recipes[0], backend, device)
         step("building the rollout program")
-        infer_graph = lowered(own[1] or traced, "infer", recipes[1], backend, device)
+        infer_graph = lowered(own[named[1].checkpoint] or traced, "infer", recipes[1], backend, device)
         step("comparing")
         report = explain(compare(train_graph, infer_graph), *sides)
         if stored.fp8 and not any(side.checkpoint for side in named):

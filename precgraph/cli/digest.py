@@ -28,7 +28,7 @@ def digest(
     with progress() as step:
         step("reading the recipe")
         rules = load_recipe(recipe)
-        traced = trace_model(model, step)
+        _, traced = trace_model(model, step)
         from precgraph.checking import lowered
         from precgraph.lowering.lower import backend_name, target
 

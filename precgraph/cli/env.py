@@ -37,7 +37,7 @@ def _digests(model: str, spec: str, step: Any) -> dict[str, str]:
     from precgraph.checking import lowered
     from precgraph.cli.model import load_recipe, trace_model
 
-    recipe, traced = load_recipe(spec), trace_model(model, step)
+    recipe, (_, traced) = load_recipe(spec), trace_model(model, step)
     return {mode: lowered(traced, mode, recipe).digest() for mode in ("train", "infer")}
 
 

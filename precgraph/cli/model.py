@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from precgraph.loading import Source
     from precgraph.recipe import Recipe
     from precgraph.trace import Trace
 
@@ -29,16 +32,17 @@ SIDE_HELP = (
 )
 
 
-def trace_model(model: str, step: Callable[[str], None]) -> Trace:
-    """The model's raw graph, traced on the meta device: no weights are read."""
+def trace_model(model: str | Source, step: Callable[[str], None]) -> tuple[PreTrainedModel, Trace]:
+    """The model on the meta device and its raw graph: no weights are read."""
     step("starting torch")
-    from precgraph.loading import load_config_model
+    from precgraph.loading import find, load_config_model
     from precgraph.trace import trace
 
-    step(f"reading the config of {model}")
-    built = load_config_model(model)
+    source = find(model)
+    step(f"reading the config of {source.name}")
+    built = load_config_model(source)
     step(f"tracing {type(built).__name__} of {getattr(built.config, 'num_hidden_layers', '?')} layers")
-    return trace(built)
+    return built, trace(built)
 
 
 def load_recipe(spec: str) -> Recipe:

@@ -44,7 +44,7 @@ def show(
         step("reading the recipe")
         rules = load_recipe(recipe)
         _require_pass(mode, rules, after)
-        traced = trace_model(model, step)
+        _, traced = trace_model(model, step)
         step(f"building the {mode} program")
         before, graph = _stages(traced, mode, rules, backend, after)
     if style == "json":

@@ -18,7 +18,7 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
         step("starting torch")
         from precgraph.checking import require_same_program
         from precgraph.checkpoint import Fp8Checkpoint, open_masters, select
-        from precgraph.loading import load_config_model, stored_weights
+        from precgraph.loading import find, load_config_model, stored_weights
         from precgraph.recipe import Recipe
         from precgraph.stacks.pair import Side, parse, resolve_for
         from precgraph.trace import trace
@@ -27,15 +27,16 @@ def check_bytes(masters: str, train: str, infer: str, output: Output) -> int:
         named = parse(train), Side("jet_rl", Recipe.jet_rl())
         step("reading names and shapes")
         theirs, ours = Fp8Checkpoint(infer), open_masters(masters)
-        stored_weights(masters).require_readable()  # of masters in block FP8, each weight is named below
+        source = find(masters)
+        stored_weights(source).require_readable()  # of masters in block FP8, each weight is named below
         step("asking the recipe which layers are quantised")
-        model = load_config_model(masters)
+        model = load_config_model(source)
         traced = trace(model)
         recipe = resolve_for(traced.graph, named, os.environ)[0].recipe
         selection = select(model, recipe, traced)
         report = check_weights(ours, theirs, selection, threads=default_threads(), step=step)
         if report.ok and "model_type" in theirs.config:  # right bytes, and perhaps another program on them
-            require_same_program(masters, infer)
+            require_same_program(masters, model, traced, infer)
     context = {
         "level": "weights",
         "model": masters,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -47,14 +47,26 @@ class Aligner:
         self.t_scope, self.i_scope = set(ts), set(is_)
 
     def run(self) -> None:
+        """The surest evidence first: no pass takes a pair apart, so a wrong one stays, and leads later passes astray.
+
+        A pass assumes that the pairs before it are right, and leaves open what it cannot tell apart.
+        """
+        # By name. Nothing is assumed but the names themselves; then, of one module, that what reads the same and does
+        # the same is one node, and that what one node reads in the same place is one node. Order alone would pair what
+        # a program has swapped, so it gets only what its neighbours do not tell apart.
         self._leaves()
-        self._unique(lambda p, n: (p.module(n), p.records[n].op, p.records[n].precision.phase))
-        self._forward(self._named_key)
-        self._backward(named=True)
+        self._unique()
+        self._downstream(named=True)
+        self._upstream(named=True)
         self._ordinals()
-        self._backward(named=False)
-        self._forward(self._free_key)
-        self._backward(named=False)
+        # By structure, across modules of other names, and marked as such. Upwards first: a reader is known by all its
+        # operands, and only from their readers are renamed parameters found, and values behind an operator that one
+        # side lacks. What is then found downwards has operands of its own: upwards again.
+        self._upstream(named=False)
+        self._downstream(named=False)
+        self._upstream(named=False)
+        # What is still open: pieces that are alike in themselves, with no pair to go by (that takes time, so few should
+        # be left); then operators that are not alike, where only what is around them can be.
         self._subgraphs()
         self._replaced()
 
@@ -96,28 +108,23 @@ class Aligner:
             return [("input", name)]
         return list(program.tensor(name)) if op == "parameter" else []
 
-    def _unique(self, key: Callable[[Program, str], Hashable]) -> None:
-        """Pair what is alone with its key in both graphs."""
-        left_t, left_i = self._left()
-        groups_t, groups_i = _group(self.train, left_t, key), _group(self.infer, left_i, key)
-        for k, members in groups_i.items():
-            others = groups_t.get(k, [])
-            if len(members) == len(others) == 1 and not self.infer.is_leaf(members[0]):
-                self.alignment.pair(others[0], members[0])
+    def _unique(self) -> None:
+        """What one module has one of in both graphs."""
+        for ts, is_ in self._of_one_name():
+            if len(ts) == len(is_) == 1:
+                self.alignment.pair(ts[0], is_[0])
 
     def _ordinals(self) -> None:
         """What one module has as often in both graphs and nothing else tells apart: in order."""
-
-        def key(program: Program, name: str) -> Hashable:
-            return program.module(name), program.records[name].op, program.records[name].precision.phase
-
-        left_t, left_i = self._left()
-        groups_t, groups_i = _group(self.train, left_t, key), _group(self.infer, left_i, key)
-        for k, members in groups_i.items():
-            others = groups_t.get(k, [])
-            if len(members) == len(others) and not self.infer.is_leaf(members[0]):
-                for t, i in zip(others, members, strict=True):
+        for ts, is_ in self._of_one_name():
+            if len(ts) == len(is_):
+                for t, i in zip(ts, is_, strict=True):
                     self.alignment.pair(t, i)
+
+    def _of_one_name(self) -> Iterator[tuple[list[str], list[str]]]:
+        """What is left of one module, operator and phase in both graphs, without leaves."""
+        ours, theirs = (_group(program, left) for program, left in self._sides(*self._left()))
+        yield from ((ours[key], members) for key, members in theirs.items() if key in ours)
 
     # ------------------------------------------------------------------------------------ by structure
     def _operand_key(self, program: Program, name: str) -> tuple[tuple[str, str], ...] | None:
@@ -130,24 +137,21 @@ class Aligner:
             pairs.append(("" if program.commutes(name) else place, known))
         return tuple(sorted(pairs)) or None
 
-    def _named_key(self, program: Program, name: str) -> Hashable:
+    def _reading_key(self, program: Program, name: str, named: bool) -> Hashable:
+        """The operator, its operands, and its module if ``named``; None while an operand is not aligned."""
         operands = self._operand_key(program, name)
-        return operands and (program.module(name), program.records[name].op, operands)
+        return operands and (program.module(name) if named else "", program.records[name].op, operands)
 
-    def _free_key(self, program: Program, name: str) -> Hashable:
-        operands = self._operand_key(program, name)
-        return operands and (program.records[name].op, operands)
-
-    def _forward(self, key: Callable[[Program, str], Hashable]) -> None:
+    def _downstream(self, *, named: bool) -> None:
         """In program order: what does the same to the same operands, if it occurs equally often in both graphs."""
         left_t, left_i = self._left()
         repeats = [Counter(self._own_key(p, n) for n in left) for p, left in self._sides(left_t, left_i)]
         candidates: dict[Hashable, list[str]] = defaultdict(list)
         for t in reversed(left_t):
-            candidates[key(self.train, t), self._attributes(self.train, t)].append(t)
-        pair = self.alignment.pair if key == self._named_key else self._pair_by_structure
+            candidates[self._reading_key(self.train, t, named), self._attributes(self.train, t)].append(t)
+        pair = self.alignment.pair if named else self._pair_by_structure
         for i in left_i:
-            k = key(self.infer, i)
+            k = self._reading_key(self.infer, i, named)
             found = candidates.get((k, self._attributes(self.infer, i)), []) if k is not None else []
             while found and not self._open_t(found[-1]):
                 found.pop()
@@ -168,7 +172,7 @@ class Aligner:
     def _attributes(program: Program, name: str) -> str:
         return json.dumps(dict(program.records[name].attributes), sort_keys=True)
 
-    def _backward(self, *, named: bool) -> None:
+    def _upstream(self, *, named: bool) -> None:
         """In reverse order: the producers that aligned nodes read in the same place, if they are one operator.
 
         Where they are not, one of them may be an extra operator: then what it reads is tried in its stead.
@@ -281,10 +285,11 @@ class _BoundedMatcher(DiGraphMatcher):  # type: ignore[misc]
         return bool(super().syntactic_feasibility(t, i))
 
 
-def _group(
-    program: Program, names: Iterable[str], key: Callable[[Program, str], Hashable]
-) -> dict[Hashable, list[str]]:
-    groups: dict[Hashable, list[str]] = defaultdict(list)
+def _group(program: Program, names: Iterable[str]) -> dict[Hashable, list[str]]:
+    """Nodes by module, operator and phase, in program order; no leaves."""
+    groups: dict[Hashable, list[str]] = {}
     for name in names:
-        groups[key(program, name)].append(name)
+        r = program.records[name]
+        if not program.is_leaf(name):
+            groups.setdefault((program.module(name), r.op, r.precision.phase), []).append(name)
     return groups

@@ -477,6 +477,7 @@ def test_what_a_checkpoints_own_config_describes_is_compared_too(
         result = CliRunner().invoke(app, args)
         assert result.exit_code == (0 if same_program else exit_code), (level, result.output)
         assert ("describes another program" in result.stderr) == (exit_code == 2 and not same_program)
+        assert ("PG910 not captured" in result.stdout) == (level == "numerics" and same_program)  # its bytes
 
 
 def test_masters_in_a_gguf(tmp_path: Path) -> None:

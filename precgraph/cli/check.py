@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +18,6 @@ from precgraph.errors import InputError, PrecGraphError
 if TYPE_CHECKING:
     from precgraph.fix import Plan
     from precgraph.graph import PrecisionGraph
-    from precgraph.stored import StoredWeights
     from precgraph.verify import Report
 
 LEVELS = ("graph", "weights", "numerics", "env")
@@ -151,6 +149,7 @@ def _graphs(
     with progress() as step:
         step("reading the recipes")
         from precgraph.stacks.pair import explain, linear_modules, parse, resolve_for
+        from precgraph.verify.rules import RULES
 
         named = parse(train), parse(infer)
         step("starting torch")
@@ -177,7 +176,11 @@ def _graphs(
         step("comparing")
         report = explain(compare(train_graph, infer_graph), *sides)
         if stored.fp8 and not any(side.checkpoint for side in named):
-            report = _stored_aside(report, model, stored)
+            report = report.with_weights_open(
+                RULES["stored quantised"],
+                f"{model} is stored in {stored}: neither side reads these codes",
+                f"what vLLM makes of them: --infer {model}",
+            )
         context = {
             "level": "graph",
             "model": model,
@@ -198,17 +201,6 @@ def _graphs(
         return plan_graph(report, sides, linear_modules(traced.graph), env, Path())
 
     return report, context, plan
-
-
-def _stored_aside(report: Report, model: str, stored: StoredWeights) -> Report:
-    """What is not proved of a MODEL that is an FP8 checkpoint, where no side is one."""
-    from precgraph.verify.report import Finding
-    from precgraph.verify.rules import RULES
-
-    words = f"{model} is stored in {stored}: neither side reads these codes"
-    remedy = f"what vLLM makes of them: --infer {model}"
-    point = Finding(RULES["stored quantised"].code, "", "", "weights", (), (), (), words, remedy)
-    return replace(report, not_proved=(*report.not_proved, point))
 
 
 def _compared(report: Report, infer: PrecisionGraph) -> dict[str, Any]:

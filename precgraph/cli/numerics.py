@@ -17,7 +17,6 @@ from precgraph.strict_json import sound
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from precgraph.verify import Report
     from precgraph.verify.numerics import Numerics
 
 SUFFIX = ".safetensors"
@@ -81,6 +80,7 @@ def _run(
     from precgraph.lowering.lower import backend_name
     from precgraph.probe import compare_runs, compare_with_capture, load_pair, parameter_hashes
     from precgraph.stacks.pair import explain
+    from precgraph.verify.rules import RULES
 
     stored = Capture(infer) if infer.endswith(SUFFIX) else None
     pair = load_pair(name, train, "" if stored else infer, backend, os.environ, step)
@@ -98,7 +98,14 @@ def _run(
             writer.parameters(parameter_hashes(graph, pair.store))
             outcome = compare_runs(pair.run("train", ids), pair.run("infer", ids), ids, step, writer)
     if not stored:
-        outcome = replace(outcome, report=_stored_weights(explain(outcome.report, *pair.sides), infer))
+        report = explain(outcome.report, *pair.sides)
+        if Path(infer).is_dir():
+            report = report.with_weights_open(
+                RULES["not captured"],
+                f"the weights that {infer} stores were not read; the rollout's were made from the masters by its rule",
+                "compare them: --level weights",
+            )
+        outcome = replace(outcome, report=report)
     recipes = {"train": pair.sides[0].recipe.to_dict(), "infer": None if stored else pair.sides[1].recipe.to_dict()}
     context = {
         "model": name, "sides": {"train": train, "infer": infer}, "family": pair.family, "recipes": recipes,
@@ -107,18 +114,6 @@ def _run(
         "digests": {mode: graph.digest() for mode, graph in pair.graphs.items()},
     }  # fmt: skip
     return outcome, context
-
-
-def _stored_weights(report: Report, infer: str) -> Report:
-    """What is not proved of a checkpoint's directory: its own bytes, which another level compares."""
-    if not Path(infer).is_dir():
-        return report
-    from precgraph.verify.report import Finding
-    from precgraph.verify.rules import RULES
-
-    words = f"the weights that {infer} stores were not read; the rollout's were made from the masters by its rule"
-    point = Finding(RULES["not captured"].code, "", "", "weights", (), (), (), words, "compare them: --level weights")
-    return replace(report, not_proved=(*report.not_proved, point))
 
 
 def probe_tokens(model: str, tokens: int, seed: int, prompt_file: str | None, vocabulary: int) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+from precgraph.verify.rules import Rule
 
 SCHEMA = 1
 
@@ -80,6 +82,11 @@ class Report:
     def exit_code(self) -> int:
         """0 consistent, 1 inconsistent. (2, could not check, is an error and has no report.)"""
         return 0 if self.ok else 1
+
+    def with_weights_open(self, rule: Rule, words: str, remedy: str) -> Report:
+        """This report, with a point that is not proved of stored weights, which are no node of a graph."""
+        point = Finding(rule.code, "", "", "weights", (), (), (), words, remedy)
+        return replace(self, not_proved=(*self.not_proved, point))
 
     def rows(self) -> list[Row]:
         """Violations, then notes, like ones folded, in the order in which the program meets them first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 import precgraph
 from precgraph import Format, InputError, NonFiniteError, RecipeError, UnsupportedModelError
-from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, quantize_tiled
+from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, quantize_tiled, whole
 from precgraph.checkpoint.export import _require_served
 from precgraph.cli import app
 from precgraph.quantizer import QTensor, dequantize, quantize
@@ -286,6 +287,21 @@ def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match=WEIGHT):
         export(model, tmp_path / "fp8", Recipe.jet_rl())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o007, 0o660), (0o077, 0o600)])
+def test_the_umask_says_who_may_read_an_export(tmp_path: Path, mask: int, mode: int) -> None:
+    """safetensors makes files for their owner alone, and a server is often another user."""
+    before = os.umask(mask)
+    try:
+        with whole(tmp_path / "out") as folder:
+            save_file({"w": torch.zeros(2)}, folder / "model.safetensors")
+            (folder / "config.json").write_text("{}")
+    finally:
+        os.umask(before)
+    assert {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "out").iterdir()} == {
+        "model.safetensors": mode, "config.json": mode,
+    }  # fmt: skip
 
 
 def test_masters_of_zeros(tmp_path: Path) -> None:

@@ -57,6 +57,15 @@ def test_both_modes_share_parameters_and_store(actor: Any, rollout: Any) -> None
     assert (actor.precgraph.mode, rollout.precgraph.mode) == ("train", "infer")
 
 
+def test_what_it_carries_prints_as_one_line(actor: Any, rollout: Any) -> None:
+    """The fields hold every weight, and ``print(actor)`` of a dataclass would show them."""
+    for model, mode in ((actor, "train"), (rollout, "infer")):
+        compiled = model.precgraph
+        digest, version = compiled.graph.digest()[:16], compiled.store.version
+        wanted = f"Compiled('{mode}', recipe 'jet_rl', digest {digest}, weights version {version})"
+        assert repr(compiled) == str(compiled) == wanted
+
+
 def test_output_class(actor: Any) -> None:
     ids = tokens(2, 6)
     out = actor(ids)

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from precgraph.errors import InputError, PrecGraphError
 
+_FAMILY = 2  # so many members are named
+
 
 class TrainerError(PrecGraphError):
     """Base of every error that the trainer raises on purpose."""
@@ -53,9 +55,13 @@ class InterruptedRunError(TrainerError):
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the nearest of ``words``, or nothing."""
-    close = difflib.get_close_matches(word, list(words), n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """``; did you mean 'x'?`` for the nearest of ``words``, or nothing. What a family's name alone may mean
+    (``mismatch`` of ``mismatch/max``) comes before what is spelled alike, and so do initials (``lr``)."""
+    words = list(words)
+    family = [w for w in words if w.startswith(f"{word}/")][:_FAMILY]
+    initials = "".join(part[:1] for part in word.split("_"))
+    close = family or [w for w in words if w == initials] or difflib.get_close_matches(word, words, n=1, cutoff=0.4)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 __all__ = [

@@ -28,8 +28,12 @@ def placed(final: Path) -> Iterator[Path]:
     try:
         temporary.mkdir(parents=True)
         yield temporary
-        for path in (*temporary.rglob("*"), temporary):
+        mode = temporary.stat().st_mode & 0o666  # as the umask has it
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)  # safetensors makes its files for their owner alone
             _flush(path)
+        _flush(temporary)
         os.rename(temporary, final)
         _flush(final.parent)
     except BaseException:

@@ -36,7 +36,7 @@ class Place(NamedTuple):
     path: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Compiled:
     """What a compiled model carries under ``model.precgraph``: its trace, program, store and options."""
 
@@ -50,6 +50,13 @@ class Compiled:
     places: tuple[Place, ...]  # the model's modules and tensors when it was compiled
     example_inputs: Sequence[Tensor] | None = None
     recompute: str = "cheap"
+
+    def __repr__(self) -> str:
+        """One line: the fields hold every weight."""
+        return (
+            f"Compiled({self.mode!r}, recipe {self.recipe.name!r}, digest {self.graph.digest()[:16]}, "
+            f"weights version {self.store.version})"
+        )
 
     def __reduce__(self) -> Any:
         raise InputError(

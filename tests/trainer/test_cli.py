@@ -102,6 +102,7 @@ def test_a_life_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (["--set", "precision.arm=exakt"], "did you mean 'exact'?"),
         (["--set", "model.path=nowhere"], "nowhere"),
         (["--set", "task.data=python:cli_task:itms"], "did you mean 'items'?"),
+        (["--assert", "mismatch == 0"], "did you mean 'mismatch/mean' or 'mismatch/max'?"),
         (["--assert", "mismatch/maximum == 0"], "did you mean 'mismatch/max'?"),
         (["--assert", "eval/pass_rate > 0"], "the run never evaluates"),
         (["--assert", "eval/pass_rate > 0", "--set", "run.eval_every=3"], "the run never evaluates"),

@@ -26,7 +26,7 @@ def test_defaults_round_trip_through_toml(tmp_path: Path) -> None:
     ("data", "wrong", "right"),
     [
         ({"rollout": {"max_token": 3}}, "rollout.max_token", "max_tokens"),
-        ({"optimizer": {"learning_rate": 1.0}}, "optimizer.learning_rate", ""),
+        ({"optimizer": {"learning_rate": 1.0}}, "optimizer.learning_rate", "did you mean 'lr'?"),
         ({"optimiser": {"lr": 1.0}}, "[optimiser]", "optimizer"),
         ({"precision": {"arm": "exakt"}}, "precision.arm", "exact"),
         ({"algorithm": {"aggregation": "tokens"}}, "algorithm.aggregation", "token"),

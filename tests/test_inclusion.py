@@ -341,6 +341,40 @@ def test_subgraph_matching_gives_up_in_time(monkeypatch: pytest.MonkeyPatch) -> 
         check_inclusion(*_chains())
 
 
+class _Program(nn.Module):
+    """A module of one function, so that all its operators have one name."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _constants(ours: Callable[[Tensor], Tensor], theirs: Callable[[Tensor], Tensor]) -> list[tuple[str, str]]:
+    """Both values of each constant of a multiplication, where that is all that differs in it."""
+    x = torch.zeros(1, 4, 8, dtype=torch.bfloat16)
+    train, infer = (build(trace(_Program(f), (x,)).graph, m, JET) for f, m in ((ours, "train"), (theirs, "infer")))
+    found = [f for f in check_inclusion(train, infer).violations if f.op == "aten.mul.Tensor"]
+    assert all(f.attributes == ("other",) for f in found), found
+    return sorted((f.train[0], f.infer[0]) for f in found)
+
+
+def test_what_only_its_readers_tell_apart_is_not_taken_in_order() -> None:
+    def theirs(x: Tensor) -> Tensor:
+        second = x.cos() * 5.0
+        return x.sin() * 4.0 - second
+
+    assert _constants(lambda x: x.sin() * 2.0 - x.cos() * 3.0, theirs) == [("2.0", "4.0"), ("3.0", "5.0")]
+
+
+def test_what_nothing_tells_apart_is_taken_in_order() -> None:
+    """Both ends are other operators, so there is no neighbour to go by."""
+    found = _constants(lambda x: (x.sin() * 2.0 * 3.0).tanh(), lambda x: (x.exp() * 4.0 * 5.0).abs())
+    assert found == [("2.0", "4.0"), ("3.0", "5.0")]
+
+
 # ------------------------------------------------------------------------------------- could not check
 
 

@@ -18,6 +18,8 @@ from precgraph.weight_files import Checkpoint, Entry
 SCALE = "_scale_inv"  # after the name of a weight
 CODES = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _SCALES = ("F32", "BF16", "F8_E8M0")
+Tile = tuple[slice, slice, tuple[slice, slice]]
+"""Rows and columns of a weight, and where the scales of its blocks are."""
 _TILE = 4096  # columns: a tile of 128 rows then stays in a core's cache, five times as fast as a whole weight
 
 
@@ -119,10 +121,10 @@ def quantize_tiled(weight: Tensor, fmt: Format, *, checked: bool = True) -> tupl
     (r, c), (n, k) = fmt.block, weight.shape
     codes = torch.empty(n, k, dtype=fmt.torch_dtype)
     scales = torch.empty(-(-n // r), -(-k // c), dtype=torch.float32)
-    for rows, cols in tiles(n, k, fmt.block):
+    for rows, cols, blocks in tiles(n, k, fmt.block):
         part = quantize(weight[rows, cols], fmt, checked=checked)
-        codes[rows, cols] = part.codes[: min(rows.stop, n) - rows.start, : min(cols.stop, k) - cols.start]
-        scales[rows.start // r : -(-rows.stop // r), cols.start // c : -(-cols.stop // c)] = part.scales
+        codes[rows, cols] = part.codes[: rows.stop - rows.start, : cols.stop - cols.start]
+        scales[blocks] = part.scales
     return codes, scales
 
 
@@ -131,10 +133,12 @@ def not_finite(name: str, fmt: Format) -> NonFiniteError:
     return NonFiniteError(f"holds NaN or infinity as {fmt.source}", path=name, remedy="restore it from a checkpoint")
 
 
-def tiles(n: int, k: int, block: tuple[int, int]) -> Iterator[tuple[slice, slice]]:
-    """Rows and columns of cache-sized tiles of whole blocks that cover [n, k]; the last ones may be ragged."""
+def tiles(n: int, k: int, block: tuple[int, int]) -> Iterator[Tile]:
+    """Cache-sized tiles of whole blocks that cover [n, k]; the last ones may be ragged."""
     r, c = block
     wide = max(c, _TILE // c * c)
     for top in range(0, n, r):
         for left in range(0, k, wide):
-            yield slice(top, min(top + r, n)), slice(left, min(left + wide, k))
+            bottom, right = min(top + r, n), min(left + wide, k)
+            blocks = slice(top // r, -(-bottom // r)), slice(left // c, -(-right // c))
+            yield slice(top, bottom), slice(left, right), blocks

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from precgraph.checkpoint.fp8 import quantize_tiled, tiles
+from precgraph.checkpoint.fp8 import Tile, quantize_tiled, tiles
 from precgraph.errors import RecipeError
 from precgraph.format import Format
 from precgraph.quantizer import QTensor, dequantize, quantize
@@ -102,15 +102,8 @@ class Explainer:
         tile = _first_difference(w)
         if tile is None:
             return None
-        (rows, cols), (r, c) = tile, w.format.block
-        part = w.master[rows, cols]
-        blocks = (slice(rows.start // r, -(-rows.stop // r)), slice(cols.start // c, -(-cols.stop // c)))
-        codes, scales = w.stored_codes[rows, cols], w.stored_scales[blocks]
         for fmt in [*self._last, *_alternatives(w)]:
-            q = quantize(part, fmt)
-            if not torch.equal(q.scales, scales):
-                continue
-            if not torch.equal(as_bytes(q.codes)[: codes.shape[0], : codes.shape[1]], codes):
+            if not tile_matches(tile, w.master, fmt, w.stored_codes, w.stored_scales):
                 continue
             if w.matches(*quantize_tiled(w.master, fmt, checked=False)):
                 if fmt not in self._last:
@@ -136,13 +129,12 @@ class Explainer:
 
     def _other(self, w: Weight) -> str:
         """The weight of the same shape whose codes these are."""
-        rows, cols = next(tiles(w.master.shape[0], w.master.shape[1], w.format.block))
+        rows, cols, _ = next(tiles(w.master.shape[0], w.master.shape[1], w.format.block))
         for name, shape in self.shapes.items():
             if name == w.name or shape != tuple(w.master.shape):
                 continue
-            part = as_bytes(quantize(self.master(name)[rows, cols], w.format).codes)
-            wanted = w.stored_codes[rows, cols]
-            if torch.equal(part[: wanted.shape[0], : wanted.shape[1]], wanted):
+            part, _ = quantize_tiled(self.master(name)[rows, cols], w.format, checked=False)
+            if torch.equal(as_bytes(part), w.stored_codes[rows, cols]):
                 codes, _ = quantize_tiled(self.master(name), w.format, checked=False)
                 if torch.equal(as_bytes(codes), w.stored_codes):
                     return name
@@ -152,6 +144,18 @@ class Explainer:
 def as_bytes(codes: Tensor) -> Tensor:
     """FP8 codes as uint8, since floats compare -0 equal to 0 and NaN different from itself."""
     return codes.view(torch.uint8)
+
+
+def tile_matches(
+    tile: Tile, master: Tensor, fmt: Format, codes: Tensor, scales: Tensor, *, checked: bool = False
+) -> bool:
+    """Whether ``fmt`` makes of a tile of ``master`` what codes (as uint8) and scales are there."""
+    rows, cols, blocks = tile
+    made = quantize(master[rows, cols], fmt, checked=checked)
+    wanted = codes[rows, cols]
+    return torch.equal(made.scales, scales[blocks]) and torch.equal(
+        as_bytes(made.codes)[: wanted.shape[0], : wanted.shape[1]], wanted
+    )
 
 
 def changes(wanted: Format, found: Format) -> list[str]:
@@ -176,17 +180,15 @@ def _alternatives(w: Weight) -> Iterator[Format]:
     yield from sorted(found, key=lambda fmt: len(changes(w.format, fmt)))
 
 
-def _first_difference(w: Weight) -> tuple[slice, slice] | None:
+def _first_difference(w: Weight) -> Tile | None:
     """The tile with the first byte that differs; None if the stored scales have another shape."""
     if w.stored_scales.shape != w.scales.shape:
         return None
-    r, c = w.format.block
-    for rows, cols in tiles(w.master.shape[0], w.master.shape[1], w.format.block):
-        blocks = (slice(rows.start // r, -(-rows.stop // r)), slice(cols.start // c, -(-cols.stop // c)))
-        if not torch.equal(w.codes[rows, cols], w.stored_codes[rows, cols]) or not torch.equal(
-            w.scales[blocks], w.stored_scales[blocks]
-        ):
-            return rows, cols
+    for tile in tiles(w.master.shape[0], w.master.shape[1], w.format.block):
+        rows, cols, blocks = tile
+        same_codes = torch.equal(w.codes[rows, cols], w.stored_codes[rows, cols])
+        if not same_codes or not torch.equal(w.scales[blocks], w.stored_scales[blocks]):
+            return tile
     return None
 
 

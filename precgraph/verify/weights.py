@@ -18,8 +18,7 @@ from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, ModelTensors, Select
 from precgraph.checkpoint.fp8 import CODES, SCALE, not_finite, quantize_tiled, tiles
 from precgraph.errors import CheckError, InputError, NonFiniteError
 from precgraph.format import Format
-from precgraph.quantizer import quantize
-from precgraph.verify.explain import Explainer, Weight, as_bytes, changes
+from precgraph.verify.explain import Explainer, Weight, as_bytes, changes, tile_matches
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, rule
 
@@ -231,13 +230,7 @@ def _same(master: Tensor, codes: Tensor, scales: Tensor, fmt: Format) -> bool:
     n, k = codes.shape
     if scales.shape != (-(-n // r), -(-k // c)):
         return False
-    for rows, cols in tiles(n, k, fmt.block):
-        q = quantize(master[rows, cols], fmt, checked=True)
-        part = as_bytes(q.codes)[: rows.stop - rows.start, : cols.stop - cols.start]
-        blocks = (slice(rows.start // r, -(-rows.stop // r)), slice(cols.start // c, -(-cols.stop // c)))
-        if not torch.equal(q.scales, scales[blocks]) or not torch.equal(part, codes[rows, cols]):
-            return False
-    return True
+    return all(tile_matches(tile, master, fmt, codes, scales, checked=True) for tile in tiles(n, k, fmt.block))
 
 
 def skips(entry: str, module: str) -> bool:

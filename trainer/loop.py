@@ -30,7 +30,7 @@ from trainer.optim import MasterOptimizer
 from trainer.precision import build_pair
 from trainer.record import measure
 from trainer.rollout import Collected, Collector, Rollout, build_rollout, sample_groups
-from trainer.tasks import Stream, Task, encode, load_task, stop_ids
+from trainer.tasks import Stream, Task, encode, held_out, stop_ids, training
 from trainer.update import Result, Updater
 
 
@@ -48,7 +48,7 @@ class Trainer:
         self.config, self.console = config, console or Console(stderr=True)
         self.assertions = [Assertion.parse(text) for text in config.metrics.asserts]
         require_measured(self.assertions, config)
-        self.task = task or load_task(config.task)
+        self.task = task or training(config)
         torch.manual_seed(config.run.seed)
         self.device = device_of(config.model.device)
         limit_memory(self.device, config.model.memory)
@@ -85,6 +85,8 @@ class Trainer:
         recorder = Recorder(directory, config.metrics, self.step, config.to_dict())
         try:
             with self._signals(), self._progress() as show:
+                if self.task.note:
+                    self.console.print(self.task.note)
                 if self.step == 0 and not checkpoint.steps(directory):
                     self.save()
                 longest = 0.0
@@ -202,7 +204,7 @@ class Trainer:
         streams."""
         table = self.config.eval
         if not hasattr(self, "_held_out"):
-            self._held_out = load_task(self.config.task, data=table.data, seed=table.seed, size=table.items)
+            self._held_out = held_out(self.config)
         task, items = self._held_out, range(min(table.items, len(self._held_out.items)))
         prompts = [(task.items[i], encode(self.tokenizer, task.items[i], self.config.task)) for i in items]
         params = self.collector.params(table.temperature)

@@ -14,13 +14,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from precgraph.strict_json import lines, sound
-from trainer.config import TaskTable
+from trainer.config import Config, TaskTable
 from trainer.errors import ConfigError, RewardError, TaskError, nearest
 
 Scorer = Callable[["Item", str], float]
@@ -40,11 +40,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Task:
-    """Items and a scorer. ``score(item, response)`` is called with the response's text."""
+    """Items and a scorer. ``score(item, response)`` is called with the response's text; ``note`` is what a run says of
+    the items when it starts."""
 
     name: str
     items: Sequence[Item]
     scorer: Scorer
+    note: str = ""
 
     def score(self, item: Item, response: str) -> float:
         """The reward; RewardError, naming the item, if the scorer raises or returns no finite number."""
@@ -87,6 +89,43 @@ def load_task(table: TaskTable, *, data: str = "", seed: int | None = None, size
     if not items:
         raise TaskError(f"{name} has no items", remedy="check the file, or raise task.size")
     return Task(name, items, scorer)
+
+
+def held_out(config: Config) -> Task:
+    """The items that a run is evaluated on."""
+    table = config.eval
+    return load_task(config.task, data=table.data, seed=table.seed, size=table.items)
+
+
+def training(config: Config) -> Task:
+    """The items that a run learns from: those of ``[task]`` but for the questions, by their text, that
+    :func:`held_out` asks. TaskError if fewer are left than a step has groups."""
+    task = load_task(config.task)
+    asked = {item.question for item in held_out(config).items}
+    kept = [i for i, item in enumerate(task.items) if item.question not in asked]
+    if len(kept) == len(task.items):
+        return task
+    count = f"{len(task.items) - len(kept)} of {len(task.items)} training items ask what held-out items ask"
+    if len(kept) < config.rollout.groups:
+        raise TaskError(
+            f"{count}; {len(kept)} are left, and a step needs rollout.groups = {config.rollout.groups}",
+            path=task.name, remedy="raise task.size, lower eval.items, or name other items with eval.data",
+        )  # fmt: skip
+    return replace(task, items=_Part(task.items, kept), note=f"{count}, and are left out")
+
+
+@dataclass(frozen=True)
+class _Part(Sequence[Item]):
+    """Some of the items, by their places: what is made on demand stays so."""
+
+    items: Sequence[Item]
+    places: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[self.places[index]]
 
 
 def resolve(path: str, key: str) -> Callable[..., Any]:

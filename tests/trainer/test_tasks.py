@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import sys
@@ -10,11 +11,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.trainer import tiny
-from trainer.config import TaskTable
+from trainer.config import Config, TaskTable, load
 from trainer.errors import ConfigError, RewardError, TaskError
-from trainer.tasks import Item, Stream, encode, extract, load_task, stop_ids
+from trainer.loop import Trainer
+from trainer.tasks import Item, Stream, encode, extract, held_out, load_task, stop_ids, training
+
+DEMO = Path(__file__).parents[2] / "examples" / "configs" / "demo.toml"
 
 
 @pytest.mark.parametrize(
@@ -183,6 +188,59 @@ def test_a_reward_that_raises_names_the_item(error: type[BaseException]) -> None
     task = tiny.task(scorer)
     with pytest.raises(RewardError, match=f"sum/2.*{error.__name__}"):
         task.score(task.items[2], "xyz")
+
+
+# --------------------------------------------------------------------------------------- held out
+
+
+def questions(task: Any) -> list[str]:
+    return [item.question for item in task.items]
+
+
+def test_no_question_is_both_learned_and_held_out() -> None:
+    """A family of 200 questions: most of the held-out ones are drawn for training, too."""
+    pytest.importorskip("reasoning_gym")
+    config = load(DEMO)
+    drawn, kept, held = load_task(config.task), training(config), held_out(config)
+    asked = set(questions(held))
+    assert len(held.items) == 100 and asked < set(questions(drawn))
+    assert questions(kept) == [q for q in questions(drawn) if q not in asked]
+    left_out = 1000 - len(kept.items)
+    assert kept.note == f"{left_out} of 1000 training items ask what held-out items ask, and are left out"
+    assert questions(training(config)) == questions(kept)  # as a resumed run draws them
+    item = kept.items[0]
+    assert kept.score(item, item.answer) == 1.0
+
+
+@pytest.mark.parametrize(("held", "left"), [("made_up_task:others", 8), ("made_up_task:some", 6), ("", 4)])
+def test_held_out_items_of_any_source_are_left_out(module: Any, held: str, left: int) -> None:
+    """Without data of its own the evaluation takes the task's, and a function need not mind the seed."""
+    module.items = lambda size, seed: [(f"{i}?", "7") for i in range(size)]
+    module.some = lambda size, seed: [("2?", "another answer"), ("5?", "7"), ("x?", "7")]
+    module.others = lambda size, seed: [("x?", "7")]
+    task = {"data": "python:made_up_task:items", "size": 8}
+    table = {"task": task, "eval": {"data": held and f"python:{held}", "items": 4}, "rollout": {"groups": 4}}
+    config = Config.from_dict(table)
+    kept = training(config)
+    assert len(kept.items) == left and not set(questions(kept)) & set(questions(held_out(config)))
+    assert kept.note.startswith(f"{8 - left} of 8 training items ask" if left < 8 else "") and bool(kept.note) == (
+        left < 8
+    )
+    if left < 8:
+        with pytest.raises(TaskError, match=rf"{left} are left, and a step needs rollout.groups = 7.*lower eval.items"):
+            training(Config.from_dict(table | {"rollout": {"groups": 7}}))
+
+
+def test_a_run_learns_from_what_is_left_and_says_so(module: Any, tmp_path: Path) -> None:
+    module.items = lambda size, seed: [(f"{i}+{i}=", str(2 * i)) for i in range(size)]
+    config = tiny.settings(tmp_path, task={"data": "python:made_up_task:items", "size": 8})
+    console = Console(file=io.StringIO(), width=200)
+    made = Trainer(config, model=tiny.model(layers=1), tokenizer=tiny.tokenizer(), console=console)
+    made.run(until=0.0)
+    assert "4 of 8 training items ask what held-out items ask, and are left out\n" in console.file.getvalue()
+    made.evaluate()
+    assert questions(made.task) == ["4+4=", "5+5=", "6+6=", "7+7="] and made.stream.count == 4
+    assert questions(made._held_out) == ["0+0=", "1+1=", "2+2=", "3+3="]
 
 
 # ---------------------------------------------------------------------------------------- prompts

@@ -83,12 +83,12 @@ def config_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], P
 @pytest.fixture(scope="module")
 def traced_once() -> Iterator[None]:
     """Commands trace every model once for the whole file, but for those that run in a process of their own."""
-    import precgraph.cli  # noqa: F401 (registers the commands)
+    import precgraph.cli.graph  # noqa: F401 (and the commands)
     from precgraph.cli.model import trace_model
 
     with pytest.MonkeyPatch.context() as patch:
         once = functools.cache(lambda model: trace_model(model, lambda _: None))
-        for command in ("check", "digest", "show"):
+        for command in ("graph", "digest", "show"):
             patch.setattr(sys.modules[f"precgraph.cli.{command}"], "trace_model", lambda model, _: once(model))
         yield
 

@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 import precgraph
 from precgraph import PrecisionGraph, Recipe, TraceError
 from precgraph.cli import app
+from precgraph.cli.check import READS
 from precgraph.cli.show import _pass_names
 from precgraph.lowering import lower as lowering
 from precgraph.report import load
@@ -376,6 +377,22 @@ def test_options_that_are_not_choices(llama: Path, tmp_path: Path) -> None:
     assert_error(run("check", llama, "-o", tmp_path / "no" / "report.json"), "report.json: cannot be written")
     assert_error(run("check", llama, "--capture", tmp_path / "x.safetensors"), "--capture is for level numerics")
     assert_error(run("check", llama, "--prompt-file", "ids.json"), "--prompt-file is for level numerics")
+
+
+@pytest.mark.parametrize("level", READS)
+def test_an_option_that_a_level_does_not_read_is_refused(level: str) -> None:
+    """Whatever its value, the default's too; what every level reads is in no row of the table."""
+    given = {
+        "other": ["b.json"], "train": ["--train", "jet_rl"], "infer": ["--infer", "jet_rl"],
+        "backend": ["--backend", "nonsense"], "tokens": ["--tokens", 64], "seed": ["--seed", 0],
+        "prompt_file": ["--prompt-file", "ids.json"], "capture": ["--capture", "x.safetensors"], "fix": ["--fix"],
+        "diff": ["--diff"],
+    }  # fmt: skip
+    assert given.keys() == set().union(*READS.values())
+    for name, words in given.items():
+        result = run("check", "no/such/model", "--level", level, *words)
+        assert result.exit_code == 2
+        assert (f", not for level {level}; " in result.stderr) == (name not in READS[level]), result.stderr
 
 
 def test_a_dropout_that_has_no_exact_rollout(tmp_path: Path) -> None:

@@ -37,7 +37,9 @@ def check(
     train: Annotated[str, typer.Option(metavar="SPEC", help=f"Training side. {SIDE_HELP}")] = DEFAULT,
     infer: Annotated[
         str | None,
-        typer.Option(metavar="SPEC", help="Rollout side, in the same way.", show_default=f"{DEFAULT}; none at level weights"),
+        typer.Option(
+            metavar="SPEC", help="Rollout side, in the same way.", show_default=f"{DEFAULT}; none at level weights"
+        ),
     ] = None,
     backend: Backend = "auto",
     level: Annotated[

@@ -30,6 +30,11 @@ SAVING = 30.0  # seconds that the last checkpoints of all runs may take
 ORIGIN = "converted-from.txt"  # beside the converted model: what it was made of
 STEPS = "run.steps="  # the only setting that a further part may change
 SHARE = 0.9  # of the card's memory that all runs together may take
+SCRIPT = "python examples/grpo_arms.py"
+COMMANDS = (  # that come before the report
+    f"{SCRIPT} kernels --model MODEL --runs RUNS",
+    f"{SCRIPT} run --model MODEL --runs RUNS  # again, until each run has all its steps",
+)
 TRAIN = [sys.executable, "-m", "trainer.cli"]
 # Counts that the configuration meets (precgraph.runtime.sizes): tokens of a micro-batch, from one cell's smallest on,
 # and rows of a decoding step or of the last part of a micro-batch's logits.
@@ -216,11 +221,15 @@ def convert(source: str, target: Path) -> None:
 
 def report(options: argparse.Namespace) -> int:
     """Write the page of what the runs left; returns the exit code."""
-    from trainer.report import write_report
+    from trainer.report import Said, write_report
 
-    script = "python examples/grpo_arms.py"
-    commands = [f"{script} run --model MODEL --runs RUNS", f"{script} report --runs RUNS -o {options.output}"]
-    for path in write_report(Path(options.runs), options.output, commands):
+    for fact in options.facts:
+        if "=" not in fact:
+            say(f"--fact {fact!r} is not of the form NAME=VALUE")
+            return 2
+    facts = {name: value for name, _, value in (fact.partition("=") for fact in options.facts)}
+    said = Said(options.title, facts, options.notes, [*COMMANDS, f"{SCRIPT} report --runs RUNS -o {options.output}"])
+    for path in write_report(Path(options.runs), options.output, said):
         print(path)
     return 0
 
@@ -256,7 +265,8 @@ def watched(path: Path) -> Iterator[None]:
     if tool is None:
         yield
         return
-    query = [tool, "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-l", "1"]
+    card = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]  # a host's other cards do other work
+    query = [tool, "-i", card, "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-l", "1"]
     with path.open("ab") as out:
         process = subprocess.Popen(query, stdout=out, stderr=subprocess.DEVNULL)
         try:
@@ -319,6 +329,10 @@ def main() -> None:
     reporting = commands.add_parser("report", help="curves and a table of runs")
     reporting.add_argument("--runs", default="runs/arms")
     reporting.add_argument("-o", "--output", type=Path, default=Path("docs/results/smollm2-arms"))
+    reporting.add_argument("--title", default="", help="of the page, in words")
+    reporting.add_argument("--fact", dest="facts", action="append", default=[], metavar="NAME=VALUE",
+                           help="model, GPU, versions, date: what runs do not record")  # fmt: skip
+    reporting.add_argument("--note", dest="notes", action="append", default=[], metavar="TEXT", help="a paragraph")
     options = parser.parse_args()
     for name in ("arms", "seeds"):  # one named twice would be two processes in one run directory
         setattr(options, name, list(dict.fromkeys(getattr(options, name, []))))

@@ -1,7 +1,7 @@
-"""Curves of several runs on one page, and a table of their final values.
+"""Curves of several runs on one page, and a table of what they came to.
 
-Runs that differ only in ``run.name``, ``run.dir`` and ``run.seed`` are seeds of one experiment: one colour, and one row
-with their spread.
+Runs that differ only in ``run.name``, ``run.dir`` and ``run.seed`` are of one experiment: one colour, and one row with
+the spread of its seeds. Runs of one seed, such as a fork and its origin, are not independent and count once.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import base64
 import html
 import io
+import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,17 +29,50 @@ from trainer.metrics import Record, read_records
 
 PANELS = (
     ("reward/mean", "reward"), ("response/length", "response length (tokens)"), ("entropy/mean", "entropy (nats)"),
-    ("mismatch/max", "max |Δ log-prob|"), ("mismatch/mean", "mean |Δ log-prob|"), ("kl/reference", "KL to reference"),
-    ("eval/pass_rate", "pass rate of held-out items"), ("mismatch/k3", "k3 estimate of the mismatch's KL"),
+    ("mismatch/max", "max |Δ| (nats)"), ("mismatch/mean", "mean |Δ| (nats)"), ("kl/reference", "KL to reference"),
+    ("eval/pass_rate", "pass rate in evaluations"), ("mismatch/k3", "k3 estimate of the mismatch's KL"),
     ("update/grad_norm", "norm of the gradient"),
 )  # fmt: skip
+LAST = 10  # steps that a final value is the mean of
+Take = Callable[[Sequence[float]], float]
+Value = Callable[["Run"], float | None]
+
+
+def last(values: Sequence[float]) -> float:
+    return statistics.fmean(values[-LAST:])
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A value of each run: ``take`` of what its records have under ``key``, None if that is nothing."""
+
+    title: str
+    key: str
+    take: Take
+
+    def __call__(self, run: Run) -> float | None:
+        values = [value for _, value in points(run, self.key)]
+        return self.take(values) if values else None
+
+
+MISMATCH = (
+    Column("mean |Δ|", "mismatch/mean", statistics.fmean),
+    Column("max |Δ|", "mismatch/max", max),
+    Column("k3", "mismatch/k3", statistics.fmean),
+)
 FINAL = (
-    ("reward/mean", "reward"), ("reward/pass_rate", "pass"), ("response/length", "length"), ("entropy/mean", "entropy"),
-    ("mismatch/mean", "mean |Δ|"), ("mismatch/max", "max |Δ|"), ("mismatch/k3", "k3"), ("time/step", "s / step"),
+    Column("reward", "reward/mean", last), Column("pass", "reward/pass_rate", last),
+    Column("length", "response/length", last), Column("entropy", "entropy/mean", last), *MISMATCH,
+    Column("s / step", "time/step", statistics.fmean),
 )  # fmt: skip
+WINDOWS = f"reward, pass, length, entropy: means of the last {LAST} steps; |Δ|, k3, s / step: of all steps"
+DEFINITIONS = (
+    "Δ is the trainer's log-probability of a sampled token less the rollout's, in nats, over the full vocabulary after "
+    "temperature; k3 is the mean of exp(Δ) − 1 − Δ, an estimate of KL(rollout ‖ trainer)."
+)
 # What differs between seeds of one experiment: names, the share of a card, and where things are to be had from.
 _NO_PART = ("run.name", "run.dir", "run.seed", "model.memory", "model.origin", "task.origin")
-LAST = 10  # steps that a final value is the mean of
+SPARSE = 20  # so few values are drawn as points, too: a single one is no line
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#e69f00", "#6f4e9c", "#555555")
 
 
@@ -51,6 +85,11 @@ class Run:
     records: list[Record]
 
     @property
+    def name(self) -> str:
+        """That of its directory: a fork has its origin's ``run.name``."""
+        return self.path.resolve().name
+
+    @property
     def experiment(self) -> str:
         """What seeds of one experiment have in common."""
         data = self.config.to_dict()
@@ -58,6 +97,13 @@ class Run:
             table, key = path.split(".")
             del data[table][key]
         return json.dumps(data, sort_keys=True)
+
+
+def points(run: Run, key: str) -> list[tuple[int, float]]:
+    """Step and value of each record that has one; a run without a KL term has no KL, though its records say 0."""
+    if key == "kl/reference" and not run.config.algorithm.kl:
+        return []
+    return [(r["step"], float(r[key])) for r in run.records if r.get(key) is not None]
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -102,51 +148,60 @@ def plot_runs(paths: Sequence[Path], output: Path) -> list[Path]:
 def _figure(experiments: Sequence[tuple[str, Sequence[Run]]]) -> bytes:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
     except ImportError as error:
         raise TrainerError("plots need matplotlib", remedy="pip install 'precgraph[trainer]'") from error
-    figure = Figure(figsize=(13, 10), layout="constrained", dpi=110)
-    axes = figure.subplots(3, 3).flatten()
-    for axis, (key, title) in zip(axes, PANELS, strict=True):
-        for number, (label, members) in enumerate(experiments):
-            colour = COLOURS[number % len(COLOURS)]
-            for i, run in enumerate(members):
-                _curve(axis, run.records, key, colour, label if i == 0 else None)
-        _finish(axis, key, title, [r for _, members in experiments for run in members for r in run.records])
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, len(labels)), frameon=False)
+    runs = [run for _, members in experiments for run in members]
+    panels = [panel for panel in PANELS if any(points(run, panel[0]) for run in runs)]
+    if not panels:
+        raise TrainerError("holds nothing to draw", path=str(runs[0].path), remedy="name a run of precgraph-train")
+    columns = min(3, len(panels))
+    height = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(13, 10 / 3 * height), layout="constrained", dpi=110)
+    axes = figure.subplots(height, columns, squeeze=False).flatten()
+    for axis in axes[len(panels) :]:
+        axis.remove()
+    for axis, (key, title) in zip(axes, panels, strict=False):
+        for (_, members), colour in zip(experiments, itertools.cycle(COLOURS), strict=False):
+            for run in members:
+                _curve(axis, points(run, key), key, colour)
+        _finish(axis, key, title, [value for run in runs for _, value in points(run, key)])
+    lines = [Line2D([], [], color=c, label=label) for (label, _), c in zip(experiments, itertools.cycle(COLOURS))]
+    figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
-def _curve(axis: Any, records: Sequence[Record], key: str, colour: str, label: str | None) -> None:
-    points = [(r["step"], r[key]) for r in records if r.get(key) is not None]
-    if not points:
+def _curve(axis: Any, values: Sequence[tuple[int, float]], key: str, colour: str) -> None:
+    if not values:
         return
-    steps, values = zip(*points, strict=True)
+    steps, heights = zip(*values, strict=True)
     smooth = key == "reward/mean" and len(values) > 10
-    axis.plot(steps, values, color=colour, linewidth=1.0 if smooth else 1.4, alpha=0.3 if smooth else 0.9,
-              label=None if smooth else label)  # fmt: skip
+    marker = "o" if len(values) <= SPARSE else ""
+    axis.plot(steps, heights, color=colour, marker=marker, markersize=3.5,
+              linewidth=1.0 if smooth else 1.4, alpha=0.3 if smooth else 0.9)  # fmt: skip
     if smooth:
-        axis.plot(steps, moving_mean(values, 9), color=colour, linewidth=2.0, label=label)
+        axis.plot(steps, moving_mean(heights, 9), color=colour, linewidth=2.0)
 
 
-def _finish(axis: Any, key: str, title: str, records: Sequence[Record]) -> None:
-    values = [float(r[key]) for r in records if r.get(key) is not None and math.isfinite(r[key])]
+def _finish(axis: Any, key: str, title: str, values: Sequence[float]) -> None:
+    finite = [v for v in values if math.isfinite(v)]
     axis.set_title(title, fontsize=10)
     axis.set_xlabel("step", fontsize=9)
     axis.grid(alpha=0.25)
     axis.tick_params(labelsize=8)
     if key.startswith("mismatch/"):
-        if any(v > 0 for v in values):
+        if any(v > 0 for v in finite):
             # Exactly 0 has a place of its own below the logarithmic part.
-            axis.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(v for v in values if v > 0))))
+            axis.set_yscale("symlog", linthresh=10.0 ** math.floor(math.log10(min(v for v in finite if v > 0))))
+            axis.yaxis.get_major_locator().set_params(numticks=9)
             axis.set_ylim(bottom=0)
         else:
             axis.set_ylim(-0.05, 1)
-            axis.text(0.5, 0.5, f"0.0 at all {len(values)} steps", ha="center", transform=axis.transAxes)
-    elif values and min(values) >= 0:
-        axis.set_ylim(0, max(values) * 1.05 or 1.0)
+            axis.text(0.5, 0.5, f"0.0 at all {len(finite)} steps", ha="center", transform=axis.transAxes)
+    elif finite and min(finite) >= 0:
+        axis.set_ylim(0, max(finite) * 1.05 or 1.0)
 
 
 def moving_mean(values: Sequence[float], width: int) -> list[float]:
@@ -159,36 +214,44 @@ def moving_mean(values: Sequence[float], width: int) -> list[float]:
 # -------------------------------------------------------------------------------------------- table
 
 
-def final_value(run: Run, key: str) -> float | None:
-    """Mean of the last ten steps that have the value."""
-    values = [float(r[key]) for r in run.records if r.get(key) is not None][-LAST:]
-    return statistics.fmean(values) if values else None
-
-
 def rows(runs: Sequence[Run]) -> list[list[str]]:
     """Header and one row an experiment: label, seeds, steps, and each final value as mean ± standard deviation."""
-    out = [["arm", "seeds", "steps", *(title for _, title in FINAL)]]
+    out = [["arm", "seeds", "steps", *(column.title for column in FINAL)]]
     for label, members in groups(runs):
-        cells = [label, str(len(members)), str(min(len(r.records) for r in members))]
-        for key, _ in FINAL:
-            values = [v for v in (final_value(run, key) for run in members) if v is not None]
-            cells.append(spread(values))
-        out.append(cells)
+        steps = str(min(len(r.records) for r in members))
+        out.append([label, seeds(members), steps, *(spread(members, column) for column in FINAL)])
     return out
 
 
-def spread(values: Sequence[float]) -> str:
-    """Mean ± standard deviation of seeds, in few digits."""
+def seeds(members: Sequence[Run]) -> str:
+    """How many seeds there are, and runs where those are more."""
+    count = len({run.config.run.seed for run in members})
+    return str(count) if count == len(members) else f"{count} ({len(members)} runs)"
+
+
+def spread(members: Sequence[Run], value: Value) -> str:
+    """Mean ± standard deviation over seeds; a seed's value is the mean of its runs'."""
+    by: dict[int, list[float]] = {}
+    for run in members:
+        if (found := value(run)) is not None:
+            by.setdefault(run.config.run.seed, []).append(found)
+    values = [statistics.fmean(each) for each in by.values()]
     if not values:
         return "–"
     centre = statistics.fmean(values)
-    return _short(centre) if len(values) < 2 else f"{_short(centre)} ± {_short(statistics.stdev(values))}"
+    if len(values) < 2 or not any(values) or not math.isfinite(centre):
+        return _short(centre, centre)
+    deviation = statistics.stdev(values)
+    return " ± ".join(_short(v, max(abs(centre), deviation)) for v in (centre, deviation))
 
 
-def _short(value: float) -> str:
-    if value == 0:
-        return "0.0"
-    return f"{value:.1e}" if abs(value) < 1e-2 else f"{value:.3g}"
+def _short(value: float, scale: float) -> str:
+    """``value`` with the places that three digits of ``scale`` have."""
+    if scale == 0 or not math.isfinite(scale):
+        return str(scale)
+    if abs(scale) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(abs(scale))))}f}"
 
 
 def summary(paths: Sequence[Path], width: int) -> RenderableType:
@@ -198,7 +261,7 @@ def summary(paths: Sequence[Path], width: int) -> RenderableType:
     whole = [_table([header, *body]), _table(zip(header, *body, strict=True))]
     apart = [_table(zip(header, row, strict=True)) for row in body]
     fitting = next(([table] for table in whole if _width(table) <= width), apart)
-    return Group(f"means of the last {LAST} steps", *fitting)
+    return Group(WINDOWS, *fitting)
 
 
 def _table(lines: Iterable[Sequence[str]]) -> Table:
@@ -224,7 +287,7 @@ def _page(runs: Sequence[Run], image: bytes) -> str:
     cells = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in body)
     heads = "".join(f"<th>{html.escape(h)}</th>" for h in header)
     names = "".join(
-        f"<li><code>{html.escape(str(r.path))}</code>: {r.config.precision.arm}, seed {r.config.run.seed}, "
+        f"<li><code>{html.escape(r.name)}</code>: {r.config.precision.arm}, seed {r.config.run.seed}, "
         f"{html.escape(r.config.task.data)}, {len(r.records)} steps</li>"
         for r in runs
     )
@@ -236,5 +299,7 @@ table{{border-collapse:collapse}}td,th{{padding:.3em .8em;border-bottom:1px soli
 td:first-child,th:first-child{{text-align:left}}</style>
 <h1>Runs</h1><ul>{names}</ul>
 <img alt="Curves of the runs" src="data:image/png;base64,{picture}">
-<h2>Means of the last {LAST} steps</h2><table><tr>{heads}</tr>{cells}</table></html>
+<h2>What they came to</h2><table><tr>{heads}</tr>{cells}</table>
+<p>{html.escape(WINDOWS)}; mean ± standard deviation over seeds, of which runs of one seed, such as a fork, are one.
+{DEFINITIONS}</p></html>
 """

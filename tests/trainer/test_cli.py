@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import subprocess
@@ -11,14 +10,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from rich.console import Console
 
 from tests.trainer import tiny
 from trainer import checkpoint
 from trainer.cli import app, guarded
 from trainer.errors import InterruptedRunError
 from trainer.metrics import read_records
-from trainer.plot import FINAL, final_value, moving_mean, read_runs, rows, summary
+from trainer.plot import read_runs, rows
 
 
 def call(*arguments: object) -> int:
@@ -196,33 +194,6 @@ def test_what_is_no_broken_assertion_does_not_exit_1(config: Path, tmp_path: Pat
     assert call("eval", config) == 2  # an error of the task's own code
 
 
-@pytest.mark.parametrize(
-    ("arms", "seeds", "width", "lines"),
-    [
-        (4, 1, 160, 5 + 4),  # title, borders and heading; a row an arm
-        (4, 1, 80, 5 + 10),  # a column an arm
-        (3, 2, 80, 5 + 10),
-        (4, 2, 80, 1 + 4 * (4 + 10)),  # a table an arm
-        (1, 2, 40, 5 + 10),
-    ],
-)
-def test_the_summary_fits_the_terminal(arms: int, seeds: int, width: int, lines: int, tmp_path: Path) -> None:
-    paths = []
-    for arm in ("exact", "unified", "mixed", "bf16")[:arms]:
-        for seed in range(seeds):
-            paths.append(tmp_path / f"{arm}{seed}")
-            paths[-1].mkdir()
-            tiny.settings(paths[-1], run={"seed": seed}, precision={"arm": arm}).save(paths[-1] / "config.toml")
-            record = {"step": 0, **{key: 0.00123 * (seed + 1) for key, _ in FINAL}}
-            (paths[-1] / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    screen = Console(width=width, file=io.StringIO())
-    screen.print(summary(paths, width))
-    text = screen.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("\n") == lines and max(map(len, text.splitlines())) <= width
-    cell = "1.2e-03" if seeds == 1 else "1.8e-03 ± 8.7e-04"
-    assert text.count(cell) == arms * len(FINAL)  # whole: no cell is folded
-
-
 def test_a_terminal_that_is_gone_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def end() -> None:
         raise InterruptedRunError("interrupted")
@@ -232,17 +203,3 @@ def test_a_terminal_that_is_gone_changes_no_exit_code(monkeypatch: pytest.Monkey
     with os.fdopen(slave, "w", buffering=1) as gone:
         monkeypatch.setattr(sys, "stderr", gone)
         assert guarded(end) == 130
-
-
-def test_plot_helpers_by_hand(tmp_path: Path) -> None:
-    assert moving_mean([0, 3, 6, 9], 3) == [1.5, 3, 6, 7.5]
-    for seed, value in ((0, 1.0), (1, 3.0)):
-        folder = tmp_path / str(seed)
-        folder.mkdir()
-        tiny.settings(folder, run={"seed": seed, "name": f"s{seed}"}).save(folder / "config.toml")
-        lines = [{"step": i, "reward/mean": 0.0 if i < 5 else value} for i in range(15)]
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    runs = read_runs([tmp_path / "0", tmp_path / "1"])
-    assert [final_value(r, "reward/mean") for r in runs] == [1.0, 3.0]
-    header, row = rows(runs)
-    assert dict(zip(header, row, strict=True))["reward"] == "2 ± 1.41" and row[1] == "2" and row[3 + 1] == "–"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -81,3 +82,30 @@ def test_a_report_of_nothing_is_one_line(
 ) -> None:
     assert call(monkeypatch, "report", "--runs", tmp_path / "none", "-o", tmp_path / "page") == 2
     assert "holds no run with a step" in capsys.readouterr().out
+
+
+def test_a_report_says_what_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _folder(tmp_path / "runs" / "exact-0")
+    tiny.settings(run).save(run / "config.toml")
+    (run / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 0.5}\n')
+    told = ["report", "--runs", run.parent, "-o", tmp_path / "page", "--title", "One arm", "--note", "It is short."]
+    assert call(monkeypatch, *told, "--fact", "GPU") == 2 and "'GPU' is not of the form NAME" in capsys.readouterr().out
+    assert call(monkeypatch, *told, "--fact", "GPU=none, 2 cores", "--fact", "commit=x=y") == 0
+    page = (tmp_path / "page.md").read_text()
+    assert page.startswith("# One arm\n") and "\nIt is short.\n" in page
+    assert "| GPU | none, 2 cores |\n| commit | x=y |\n" in page
+    assert [line.split()[2] for line in page.splitlines() if line.startswith("python ")] == ["kernels", "run", "report"]
+
+
+def test_only_the_card_of_the_runs_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text('#!/bin/sh\necho "$@"\ntouch "$0.done"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    with runpy.run_path(str(SCRIPT))["watched"](tmp_path / "gpu.csv"):
+        while not (tmp_path / "nvidia-smi.done").exists():
+            time.sleep(0.01)
+    assert (tmp_path / "gpu.csv").read_text().startswith("-i 3 --query-gpu=utilization.gpu,memory.used ")

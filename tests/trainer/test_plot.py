@@ -1,0 +1,154 @@
+"""Curves and tables of runs, from run directories that are written by hand."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.trainer import tiny
+from trainer import plot
+from trainer.errors import TrainerError
+from trainer.plot import FINAL, WINDOWS, moving_mean, plot_runs, read_runs, rows, spread, summary
+
+
+def written(directory: Path, records: Sequence[dict[str, Any]], **tables: dict[str, Any]) -> Path:
+    """A run directory with a record a step."""
+    directory.mkdir(parents=True)
+    tiny.settings(directory, **tables).save(directory / "config.toml")
+    lines = [json.dumps({"step": i, **record}) for i, record in enumerate(records)]
+    (directory / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return directory
+
+
+def cells(paths: Sequence[Path]) -> dict[str, str]:
+    """The only row of the table, by its titles."""
+    header, row = rows(read_runs(paths))
+    return dict(zip(header, row, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("arms", "seeds", "width", "lines"),
+    [
+        (4, 1, 160, 5 + 4),  # what it is a mean of, borders and heading; a row an arm
+        (4, 1, 80, 6 + 10),  # two lines of what it is a mean of; a column an arm
+        (3, 2, 80, 6 + 10),
+        (4, 2, 80, 2 + 4 * (4 + 10)),  # a table an arm
+        (1, 2, 40, 7 + 10),
+    ],
+)
+def test_the_summary_fits_the_terminal(arms: int, seeds: int, width: int, lines: int, tmp_path: Path) -> None:
+    paths = []
+    for arm in ("exact", "unified", "mixed", "bf16")[:arms]:
+        for seed in range(seeds):
+            record = {column.key: 0.00123 * (seed + 1) for column in FINAL}
+            named = {"run": {"seed": seed}, "precision": {"arm": arm}}
+            paths.append(written(tmp_path / f"{arm}{seed}", [record], **named))
+    screen = Console(width=width, file=io.StringIO())
+    screen.print(summary(paths, width))
+    text = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("\n") == lines and max(map(len, text.splitlines())) <= width
+    assert " ".join(text.split()).startswith(WINDOWS)
+    cell = "0.00123" if seeds == 1 else "0.00184 ± 0.00087"
+    assert text.count(cell) == arms * len(FINAL)  # whole: no cell is folded
+
+
+def test_what_each_value_is_of(tmp_path: Path) -> None:
+    """Rewards of the last ten steps, the mismatch and times of all."""
+    assert moving_mean([0, 3, 6, 9], 3) == [1.5, 3, 6, 7.5]
+    paths = [
+        written(
+            tmp_path / str(seed),
+            [
+                {
+                    "reward/mean": 0.0 if i < 5 else value,
+                    "mismatch/max": value * i,
+                    "mismatch/mean": 0.0,
+                    "time/step": i,
+                }
+                for i in range(15)
+            ],
+            run={"seed": seed, "name": f"s{seed}"},
+        )
+        for seed, value in ((0, 1.0), (1, 3.0))
+    ]
+    row = cells(paths)
+    assert row["seeds"] == "2" and row["steps"] == "15" and row["pass"] == "–"
+    assert row["reward"] == "2.00 ± 1.41" and row["max |Δ|"] == "28.0 ± 19.8"
+    assert row["mean |Δ|"] == "0.0" and row["s / step"] == "7.00 ± 0.00"
+
+
+def test_a_fork_is_no_seed_of_its_own(tmp_path: Path) -> None:
+    """It counts with its origin: with it, the seed's value is the mean of both."""
+    for name, seed, value in (("origin", 0, 1.0), ("fork", 0, 2.0), ("other", 1, 3.5)):
+        written(tmp_path / name, [{"reward/mean": value}], run={"seed": seed, "name": "run"})
+    row = cells([tmp_path / "origin", tmp_path / "fork"])
+    assert row["seeds"] == "1 (2 runs)" and row["reward"] == "1.50"
+    row = cells([tmp_path / "origin", tmp_path / "fork", tmp_path / "other"])
+    assert row["seeds"] == "2 (3 runs)" and row["reward"] == "2.50 ± 1.41"
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([], "–"),
+        ([160.0], "160"),
+        ([4005.0, 4126.4], "4066 ± 86"),
+        ([7.836, 8.164], "8.00 ± 0.23"),
+        ([0.124, 0.114], "0.119 ± 0.007"),
+        ([1.9e-6, 0.3e-6], "1.1e-06 ± 1.1e-06"),
+        ([0.0, 0.0], "0.0"),
+        ([-1.0, 1.0], "0.00 ± 1.41"),
+        ([math.inf, 1.0], "inf"),
+    ],
+)
+def test_numbers_are_readable(values: list[float], text: str, tmp_path: Path) -> None:
+    for seed, value in enumerate(values):
+        written(tmp_path / str(seed), [{"loss": value}], run={"seed": seed})
+    runs = read_runs([tmp_path / str(seed) for seed in range(len(values))])
+    assert spread(runs, lambda run: run.records[0]["loss"]) == text
+
+
+def drawn(paths: Sequence[Path], output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The figure's axes by title."""
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    save = Figure.savefig
+
+    def keep(figure: Figure, *args: Any, **kwargs: Any) -> None:
+        figures.append(figure)
+        save(figure, *args, **kwargs)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    plot_runs(paths, output)
+    return {axis.get_title(): axis for axis in figures[-1].axes}
+
+
+def test_panels_with_nothing_in_them_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records of a run without a KL term have a KL of 0; a single evaluation is a point."""
+    records = [{"reward/mean": 0.5, "kl/reference": 0.0, "mismatch/max": 0.0} for _ in range(30)]
+    one = written(tmp_path / "one", records)
+    assert set(drawn([one], tmp_path / "a", monkeypatch)) == {"reward", "max |Δ| (nats)"}
+    records[7]["eval/pass_rate"] = 0.25
+    two = written(tmp_path / "two", records, algorithm={"kl": 0.1})
+    axes = drawn([one, two], tmp_path / "b", monkeypatch)
+    assert set(axes) == {"reward", "max |Δ| (nats)", "KL to reference", "pass rate in evaluations"}
+    (line,) = axes["pass rate in evaluations"].lines
+    assert line.get_xydata().tolist() == [[7, 0.25]] and line.get_marker() == "o"
+    assert [line.get_marker() for line in axes["KL to reference"].lines] == [""]
+    with pytest.raises(TrainerError, match="holds nothing to draw"):
+        plot_runs([written(tmp_path / "three", [{}])], tmp_path / "c")
+
+
+def test_a_page_names_runs_and_no_paths(tmp_path: Path) -> None:
+    _, page = plot_runs([written(tmp_path / "private" / "mine", [{"reward/mean": 1.0}])], tmp_path / "page")
+    text = page.read_text()
+    assert "<code>mine</code>" in text and "private" not in text
+    assert plot.WINDOWS in text and "over seeds" in text and plot.DEFINITIONS in text

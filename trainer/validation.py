@@ -65,6 +65,11 @@ def validate(c: Config) -> None:
     if c.algorithm.overlong == "penalty":
         buffer = c.algorithm.overlong_buffer
         _require(0 < buffer <= c.rollout.max_tokens, "algorithm.overlong_buffer", "must be in 1 .. rollout.max_tokens")
+    _require(
+        c.updates == 1 or c.algorithm.old_logprobs == "trainer" or c.algorithm.correction == "none",
+        "algorithm.correction", "must be none with algorithm.old_logprobs = 'rollout'",
+        "it weighs the trainer's log-probabilities against the rollout's: set algorithm.old_logprobs = 'trainer'",
+    )  # fmt: skip
     groups_each = c.rollout.groups * c.rollout.samples
     _require(
         c.algorithm.batches <= groups_each, "algorithm.batches", f"must be at most groups × samples = {groups_each}"

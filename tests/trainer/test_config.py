@@ -56,11 +56,14 @@ def test_wrong_names_are_errors_that_name_the_nearest(data: dict[str, Any], wron
         ({"train": {"micro_batch_tokens": 0}}, "train.micro_batch_tokens"),
         ({"algorithm": {"overlong": "penalty"}}, "algorithm.overlong_buffer"),
         ({"algorithm": {"correction_cap": 0.5}}, "algorithm.correction_cap"),
+        # A correction would compare the rollout's log-probabilities with themselves.
+        ({"algorithm": {"epochs": 2, "old_logprobs": "rollout", "correction": "token_truncated"}},
+         "algorithm.correction must be none with algorithm.old_logprobs"),
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr"),
         ({"task": {"prompt": "no place for it"}}, "task.prompt"),
         ({"metrics": {"names": ["openrlhf"]}}, "metrics.names"),
     ],
-)
+)  # fmt: skip
 def test_values_of_the_wrong_kind_or_range(data: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
         Config.from_dict(data)

@@ -228,7 +228,8 @@ def report(options: argparse.Namespace) -> int:
             say(f"--fact {fact!r} is not of the form NAME=VALUE")
             return 2
     facts = {name: value for name, _, value in (fact.partition("=") for fact in options.facts)}
-    said = Said(options.title, facts, options.notes, [*COMMANDS, f"{SCRIPT} report --runs RUNS -o {options.output}"])
+    own = f"{SCRIPT} report --runs RUNS -o {options.output}  # and --title, --fact, --note"
+    said = Said(options.title, facts, options.notes, [*COMMANDS, own])
     for path in write_report(Path(options.runs), options.output, said):
         print(path)
     return 0

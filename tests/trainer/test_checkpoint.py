@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from trainer import checkpoint
 from trainer.checkpoint import State
@@ -22,7 +26,7 @@ from trainer.errors import CheckpointError
 def state(step: int) -> State:
     return State(
         step, 3 * step, step + 1, step, "digest", {"mismatch/mean": [0.5]}, {"w": torch.full((4, 4), float(step))},
-        {"master.w": torch.arange(4.0), "state.step.w": torch.tensor(float(step))}, {"cpu": torch.get_rng_state()},
+        {"master.w": torch.arange(4.0), "state.step.w": torch.tensor(float(step))}, checkpoint.random_state(),
     )  # fmt: skip
 
 
@@ -40,12 +44,30 @@ def test_round_trip_and_keep(tmp_path: Path) -> None:
     assert not any(p.suffix in (".pt", ".bin", ".pkl") for p in tmp_path.rglob("*"))
 
 
-def test_random_states_return() -> None:
-    torch.manual_seed(3)
-    saved, first = checkpoint.random_state(), torch.rand(4)
-    torch.rand(10)
-    checkpoint.set_random_state(saved)
-    assert torch.equal(torch.rand(4), first)
+def draws() -> list[float]:
+    """Of all generators; the second normal number of a pair is kept from the first."""
+    return [
+        *torch.rand(2).tolist(),
+        random.random(),
+        random.gauss(0, 1),
+        np.random.random(),
+        np.random.standard_normal(),
+    ]
+
+
+def test_random_states_return(tmp_path: Path) -> None:
+    checkpoint.seed(2**62 + 3)
+    for _ in range(2):  # with a normal number that is kept, and without
+        checkpoint.save(tmp_path, state(1))
+        saved, first = checkpoint.load(tmp_path).random, draws()
+        draws()
+        checkpoint.set_random_state(saved)
+        assert draws() == first
+        shutil.rmtree(tmp_path / "checkpoints")
+    checkpoint.seed(2**62 + 3)
+    again = draws()
+    checkpoint.seed(4)
+    assert all(a != b for a, b in zip(draws(), again, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +122,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7.*\[1, 2\].*set run.keep = 0 to keep all"):
         checkpoint.load(tmp_path, 7)
     (folder / "weights.safetensors").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match="weights.safetensors is not whole"):
+    with pytest.raises(CheckpointError, match=r"weights.safetensors is damaged.*no checkpoint is older"):
         checkpoint.load(tmp_path, 1)
     (folder / "state.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
@@ -111,7 +133,7 @@ def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     "damage",
     [
         {"step": 1}, {"step": "2"}, {"position": -5}, {"weights_version": "a"}, {"optimizer_steps": None},
-        {"sizes": []}, {"sizes": {}}, {"trends": []}, {"trends": {"mismatch/mean": ["x"]}}, {"format": None},
+        {"sha256": []}, {"sha256": {}}, {"trends": []}, {"trends": {"mismatch/mean": ["x"]}}, {"format": None},
     ],
 )  # fmt: skip
 def test_a_state_that_save_does_not_write_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
@@ -128,10 +150,38 @@ def test_a_state_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
         checkpoint.load(tmp_path)
 
 
-def test_a_damaged_file_names_the_steps_that_are_left(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, state(1))
-    path = checkpoint.save(tmp_path, state(2)) / "weights.safetensors"
+@pytest.mark.parametrize("name", ["weights", "optimizer", "random"])
+def test_a_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
+    """In the last byte, of a tensor: the file can be read."""
+    for step in (1, 2, 3):
+        path = checkpoint.save(tmp_path, state(step)) / f"{name}.safetensors"
+    checkpoint.load(tmp_path)
     data = path.read_bytes()
-    path.write_bytes(data[:8] + b"X" + data[9:])  # as long as it was, and no header
-    with pytest.raises(CheckpointError, match=r"cannot be read.*\[1\].*--into"):
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(CheckpointError, match=rf"step-000003: {name}.safetensors is damaged.*--step 2 --into NEW"):
         checkpoint.load(tmp_path)
+
+
+def test_a_random_state_of_another_size_is_refused(tmp_path: Path) -> None:
+    saved = state(1)
+    saved.random["cpu"] = saved.random["cpu"][:-8]
+    checkpoint.save(tmp_path, saved)
+    with pytest.raises(CheckpointError, match=r"random.safetensors holds a state of cpu that this version does not"):
+        checkpoint.load(tmp_path)
+    del saved.random["numpy"]
+    shutil.rmtree(tmp_path / "checkpoints")
+    saved.random["cpu"] = torch.get_rng_state()
+    checkpoint.save(tmp_path, saved)
+    with pytest.raises(CheckpointError, match="cannot be read: no 'numpy'"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("left", [(), ("weights.safetensors",)])
+def test_what_is_no_checkpoint_does_not_keep_its_name(tmp_path: Path, left: tuple[str, ...]) -> None:
+    folder = checkpoint.path_of(tmp_path, 2)
+    folder.mkdir(parents=True)
+    for name in left:
+        save_file({"w": torch.zeros(2)}, folder / name)
+    assert checkpoint.steps(tmp_path) == []
+    checkpoint.save(tmp_path, state(2))
+    assert checkpoint.load(tmp_path, 2).weights["w"][0, 0] == 2.0

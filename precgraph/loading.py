@@ -29,7 +29,7 @@ from transformers.utils.hub import cached_file
 from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.stored import StoredWeights, quantization_table
 from precgraph.tables import read_table
-from precgraph.weight_files import link_without_target, require_whole
+from precgraph.weight_files import Checkpoint, link_without_target
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _HUB_HOST = "huggingface.co"
@@ -83,8 +83,11 @@ def load_model(model: str | Path | Source) -> PreTrainedModel:
         return _load_gguf(source, source.weights)
     StoredWeights.of(_json_config(source).to_dict(), str(source.config)).require_plain()
     if Path(source.weights).is_dir():
-        require_whole(source.weights)
-    return _from_pretrained(source, source.weights, use_safetensors=True)
+        Checkpoint(source.weights).require_masters()
+        return _from_pretrained(source, source.weights, use_safetensors=True)
+    model = _from_pretrained(source, source.weights, use_safetensors=True)
+    Checkpoint(source.config.parent).require_masters()  # the hub's files, which are there now
+    return model
 
 
 def stored_weights(model: str | Path | Source) -> StoredWeights:

@@ -5,7 +5,7 @@ Nothing in a checkpoint is executed: pickled weights are refused, and what an in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from precgraph.errors import InputError
+from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.stored import StoredWeights
 from precgraph.tables import read_table
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_CODES = ("F8_", "F6_", "F4")  # the dtypes of safetensors that hold no value without a scale
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -74,16 +75,27 @@ class Checkpoint:
         """How its config says that its weights are stored."""
         return StoredWeights.of(self.config, str(self.folder / "config.json"))
 
+    def require_masters(self) -> None:
+        """UnsupportedModelError for weights that are no masters, by the config or by what the files hold."""
+        self.stored.require_plain()
+        require_masters(self.folder, self.entries)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all its files."""
         return sum((self.folder / shard).stat().st_size for shard in self.shards)
 
 
-def require_whole(folder: str | Path) -> None:
-    """InputError unless a directory's safetensors are whole and every reader takes the same tensors from them, which is
-    what opening them finds."""
-    Checkpoint(folder)
+def require_masters(folder: Path, entries: Mapping[str, Entry]) -> None:
+    """UnsupportedModelError for codes among the tensors of ``folder``, whatever its config says: transformers would
+    read them as values, without the scales that they are to be multiplied by."""
+    for name, entry in entries.items():
+        integers = entry.dtype.startswith(("I", "U")) and name.endswith(".weight")  # others are tables of positions
+        if integers or entry.dtype.startswith(_CODES):
+            raise UnsupportedModelError(
+                f"{name} is stored in {entry.dtype}, so these are no masters", path=str(folder / entry.shard),
+                remedy="name the bf16, fp16 or fp32 checkpoint that was quantised, or dequantise this one to bf16",
+            )  # fmt: skip
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from precgraph import Recipe
 from precgraph.checkpoint import Checkpoint, export
 from precgraph.cli import app
-from precgraph.errors import InputError
+from precgraph.errors import InputError, UnsupportedModelError
+from precgraph.loading import _load as fetched
 from precgraph.loading import load_config_model, load_model
 from precgraph.stacks.pair import parse
 from tests.families import causal_lm
@@ -248,8 +249,47 @@ def test_codes_of_which_the_config_says_nothing(whole: Path, tmp_path: Path) -> 
     served = CliRunner().invoke(app, ["check", str(folder), "--train", "te", "--infer", str(folder), "--json"])
     assert served.exit_code == 1
     assert {f["code"] for f in json.loads(served.stdout)["violations"]} == {"PG108 quantised on one side"}
-    words = "is stored in FP8, so these are no masters"
-    refused(words, "check", folder, "--level", "weights", "--infer", whole / "fp8")
+    name = next(n for n, e in Checkpoint(folder).entries.items() if e.dtype == "F8_E4M3")
+    words = f"{folder / Checkpoint(folder).entries[name].shard}: {name} is stored in F8_E4M3, so these are no masters; "
+    refuse_as_masters(words + "name the bf16, fp16 or fp32 checkpoint", folder, whole / "fp8", tmp_path / "out")
+
+
+@pytest.mark.parametrize(("dtype", "word"), [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
+def test_codes_without_scales_are_no_masters(dtype: torch.dtype, word: str, whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole / "masters", tmp_path / "masters")
+    retensored(_of(folder, WEIGHT), lambda t: t.update({WEIGHT: t[WEIGHT].to(dtype)}))
+    words = f"{_of(folder, WEIGHT)}: {WEIGHT} is stored in {word}, so these are no masters"
+    refuse_as_masters(words, folder, whole / "fp8", tmp_path / "out")
+
+
+def refuse_as_masters(words: str, folder: Path, fp8: Path, out: Path) -> None:
+    """By every reader of masters."""
+    refused(words, "check", folder, "--level", "weights", "--infer", fp8)
+    refused(words, "check", folder, "--level", "numerics")
+    refused(words, "bisect", folder)
+    refused(words, "export", folder, "-o", out)
+    assert not out.exists()
+    with pytest.raises(UnsupportedModelError, match="so these are no masters"):
+        load_model(folder)
+
+
+def test_tables_of_positions_are_no_codes(whole: Path, tmp_path: Path) -> None:
+    """Buffers of integers, which older checkpoints hold."""
+    folder = copied(whole / "masters", tmp_path / "masters")
+    ids = {"model.position_ids": torch.arange(8)}
+    retensored(first(folder), lambda t: t.update(ids))
+    edited(folder / INDEX, lambda d: d["weight_map"].update(dict.fromkeys(ids, first(folder).name)))
+    assert load_model(folder).get_parameter(WEIGHT).any()
+
+
+def test_codes_from_the_hub_are_no_masters(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files are there once transformers has fetched them."""
+    QUANTIZED[UNSAID][0](folder := copied(whole / "fp8", tmp_path / "fp8"))
+    monkeypatch.setattr("precgraph.loading._hub_reachable", lambda: True)
+    monkeypatch.setattr("precgraph.loading.cached_file", lambda *_, **__: str(folder / "config.json"))
+    monkeypatch.setattr("precgraph.loading._load", lambda _, options: fetched(folder, options))
+    with pytest.raises(UnsupportedModelError, match="so these are no masters"):
+        load_model("someone/some-model")
 
 
 def test_a_model_that_is_an_fp8_checkpoint_is_said_not_to_be_looked_at(whole: Path) -> None:

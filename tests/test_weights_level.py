@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from precgraph import CheckError, Format, InputError, NonFiniteError
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, quantize_tiled, select
 from precgraph.cli import app
+from precgraph.errors import UnsupportedModelError
 from precgraph.loading import load_config_model, load_model
 from precgraph.quantizer import QTensor, dequantize
 from precgraph.recipe import Recipe
@@ -247,7 +248,7 @@ def test_a_tied_head_that_is_stored_is_compared_with_what_it_is_tied_to(
 
 
 def test_masters_in_fp8_are_none(exported: Path, selection: Selection) -> None:
-    with pytest.raises(InputError, match="is stored in FP8, so these are no masters"):
+    with pytest.raises(UnsupportedModelError, match="is stored in F8_E4M3, so these are no masters"):
         outcome(exported, exported, selection)
 
 
@@ -308,6 +309,24 @@ def test_masters_that_cannot_be_quantised_are_named(
     bad = planted(spoil, masters, masters, tmp_path / "x")
     with pytest.raises(NonFiniteError, match=f"{name}: holds NaN or infinity as bfloat16"):
         outcome(bad, exported, selection)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_plain_tensor_that_is_not_finite_is_named(
+    value: float, masters: Path, exported: Path, selection: Selection, tmp_path: Path
+) -> None:
+    """In the masters whatever is stored, equal bytes among it; in what is stored it is in the words."""
+    norm = f"{FIRST}input_layernorm.weight"
+
+    def spoil(stored: Tensors, ours: Tensors, config: dict[str, Any]) -> None:
+        stored[norm][3] = value
+
+    stored = planted(spoil, masters, exported, tmp_path / "fp8")
+    with pytest.raises(NonFiniteError, match=f"{norm}: holds NaN or infinity as bfloat16; restore it"):
+        outcome(planted(spoil, masters, masters, tmp_path / "masters"), stored, selection)
+    report = outcome(masters, stored, selection)
+    assert codes(report) == {("PG618", norm)}
+    assert report.violations[0].message == "1 of its values are not equal, and it holds NaN or infinity"
 
 
 def test_codes_of_nan_are_damage(masters: Path, exported: Path, selection: Selection, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from precgraph.checkpoint.fp8 import SCALE, not_finite, quantize_tiled
+from precgraph.checkpoint.fp8 import SCALE, not_finite, quantize_tiled, require_finite
 from precgraph.checkpoint.memory import ModelTensors
 from precgraph.checkpoint.selection import Selection, ignored, select
 from precgraph.checkpoint.whole import whole
@@ -107,7 +107,7 @@ def _from_path(model: str | Path, step: Step) -> _Source:
     if not found.weights or not Path(found.weights).is_dir():
         raise InputError("has no weights here", path=str(model), remedy="pass the directory of a checkpoint")
     checkpoint = Checkpoint(found.weights)
-    checkpoint.stored.require_plain()
+    checkpoint.require_masters()
     built = load_config_model(model)
     unread = ignored(built)
     by_shard: dict[str, list[str]] = {shard: [] for shard in checkpoint.shards}
@@ -245,13 +245,12 @@ def _quantized(name: str, tensor: Tensor, selection: Selection) -> tuple[Tensor,
     try:
         return quantize_tiled(tensor, selection.format)
     except NonFiniteError as error:
-        raise not_finite(name, selection.format) from error
+        raise not_finite(name, selection.format.source) from error
 
 
 def _kept(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     out = tensor.to(dtype).contiguous()
-    if out.is_floating_point() and not torch.isfinite(out).all():
-        raise NonFiniteError("the weight holds NaN or infinity", path=name, remedy="restore it from a checkpoint")
+    require_finite(name, out)
     return out
 
 

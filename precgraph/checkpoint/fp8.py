@@ -128,9 +128,15 @@ def quantize_tiled(weight: Tensor, fmt: Format, *, checked: bool = True) -> tupl
     return codes, scales
 
 
-def not_finite(name: str, fmt: Format) -> NonFiniteError:
-    """Of a master that ``fmt`` cannot quantise. A tile's own error would name rows of the tile."""
-    return NonFiniteError(f"holds NaN or infinity as {fmt.source}", path=name, remedy="restore it from a checkpoint")
+def not_finite(name: str, dtype: str) -> NonFiniteError:
+    """Of a master that is read as ``dtype``. A quantiser's own error would name rows of a tile."""
+    return NonFiniteError(f"holds NaN or infinity as {dtype}", path=name, remedy="restore it from a checkpoint")
+
+
+def require_finite(name: str, tensor: Tensor) -> None:
+    """NonFiniteError for a master that is not quantised and holds NaN or infinity."""
+    if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+        raise not_finite(name, str(tensor.dtype).removeprefix("torch."))
 
 
 def tiles(n: int, k: int, block: tuple[int, int]) -> Iterator[Tile]:

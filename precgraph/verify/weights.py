@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, ModelTensors, Selection
-from precgraph.checkpoint.fp8 import CODES, SCALE, not_finite, quantize_tiled, tiles
-from precgraph.errors import CheckError, InputError, NonFiniteError
+from precgraph.checkpoint.fp8 import CODES, SCALE, not_finite, quantize_tiled, require_finite, tiles
+from precgraph.errors import CheckError, NonFiniteError
 from precgraph.format import Format
 from precgraph.verify.explain import Explainer, Weight, as_bytes, changes, tile_matches
 from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, rule
+from precgraph.weight_files import require_masters
 
 Step = Callable[[str], None]
 
@@ -36,7 +37,7 @@ def check_weights(
     """Compare ``stored`` with what ``selection``'s format makes of ``masters``; every tensor of both is accounted for.
 
     ``compared`` counts tensors. Raises CheckError if nothing could be compared, InputError for unreadable files,
-    NonFiniteError for a master that cannot be quantised.
+    UnsupportedModelError for masters that are codes, NonFiniteError for a master that cannot be quantised.
     """
     return _Check(masters, stored, selection).run(threads, step)
 
@@ -51,7 +52,7 @@ class _Check:
         self.problems = {p.name: p for p in stored.problems}
 
     def run(self, threads: int, step: Step) -> Report:
-        self._require_masters()
+        require_masters(self.masters.folder, self.masters.entries)
         findings = [*self._global(), *self._inventory()]
         names = [n for n in self.stored if self._master(n) in self.masters and n in self.selection.shapes]
         if not names:
@@ -66,15 +67,6 @@ class _Check:
                 done += 1
                 step(f"{done} of {len(names)} tensors, {self.stored.entries[name].shard}")
         return Report(len(names), tuple(findings), unit="tensors")
-
-    def _require_masters(self) -> None:
-        entries = self.masters.entries
-        stored = next((n for n in sorted(self.selection.quantized) if n in entries and entries[n].dtype in CODES), None)
-        if stored is not None:
-            raise InputError(
-                f"{stored} is stored in FP8, so these are no masters", path=str(self.masters.folder),
-                remedy="name the bf16, fp16 or fp32 checkpoint that was quantised",
-            )  # fmt: skip
 
     def _master(self, name: str) -> str:
         """The master of a stored tensor: of a tied one that only the rollout stores, the tensor that it is tied to."""
@@ -157,16 +149,15 @@ class _Check:
             words = [str(d).removeprefix("torch.") for d in (dtype, stored.dtype)]
             return [self._finding("stored dtype", name, words[0], words[1], "the tensor is stored in another dtype")]
         master = master.to(dtype)
+        require_finite(self._master(name), master)  # equal bytes of NaN are no model's either
         if torch.equal(_raw(master), _raw(stored)):
             return []
         if unwritten := self._unwritten(name, stored, master):
             return [unwritten]
-        off = int((_raw(master) != _raw(stored)).sum())
-        return [
-            self._finding(
-                "other bytes", name, "the master's bytes", "other bytes", f"{off} of its values are not equal"
-            )
-        ]
+        why = f"{int((_raw(master) != _raw(stored)).sum())} of its values are not equal"
+        if stored.is_floating_point() and not torch.isfinite(stored).all():
+            why += ", and it holds NaN or infinity"
+        return [self._finding("other bytes", name, "the master's bytes", "other bytes", why)]
 
     def _quantized(self, name: str) -> list[Finding]:
         master, codes, scales = self.masters.read(name), as_bytes(self.stored.read(name)), self.stored.scale(name)
@@ -177,7 +168,7 @@ class _Check:
                 return found
             own_codes, own_scales = quantize_tiled(master, fmt)
         except NonFiniteError as error:
-            raise not_finite(self._master(name), fmt) from error
+            raise not_finite(self._master(name), fmt.source) from error
         weight = Weight(name, master, fmt, as_bytes(own_codes), own_scales, codes, scales)
         why = self.explainer.explain(weight)
         if why.format is not None:

@@ -85,9 +85,9 @@ def load_model(model: str | Path | Source) -> PreTrainedModel:
     if Path(source.weights).is_dir():
         Checkpoint(source.weights).require_masters()
         return _from_pretrained(source, source.weights, use_safetensors=True)
-    model = _from_pretrained(source, source.weights, use_safetensors=True)
+    loaded = _from_pretrained(source, source.weights, use_safetensors=True)
     Checkpoint(source.config.parent).require_masters()  # the hub's files, which are there now
-    return model
+    return loaded
 
 
 def stored_weights(model: str | Path | Source) -> StoredWeights:

@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
-from precgraph import CheckError, Format, InputError, NonFiniteError
+from precgraph import CheckError, Format, InputError, NonFiniteError, UnsupportedModelError
 from precgraph.checkpoint import Checkpoint, Fp8Checkpoint, Selection, export, quantize_tiled, select
 from precgraph.cli import app
-from precgraph.errors import UnsupportedModelError
 from precgraph.loading import load_config_model, load_model
 from precgraph.quantizer import QTensor, dequantize
 from precgraph.recipe import Recipe

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,18 @@ from precgraph.trace import trace
 from tests.families import CAUSAL_LMS, causal_lm, config
 
 
-def oracle(raw: bytes) -> int:
+def oracle(raw: bytes, block: int = 1 << 21) -> int:
     """The fingerprint's formula in Python's integers."""
+    golden, limit = 0x9E3779B97F4A7C15, 1 << 64
+
+    def key(n: int) -> int:
+        x = (n + 1) * golden % limit
+        x = (x ^ x >> 29) * golden % limit
+        return (x ^ x >> 29) | 1
+
     raw += bytes(-len(raw) % 8)
-    words = [int.from_bytes(raw[i : i + 8], "little", signed=True) for i in range(0, len(raw), 8)]
-    return sum((w ^ (w >> 29)) * (2 * i + 1) for i, w in enumerate(words)) % (1 << 64)
+    words = [int.from_bytes(raw[i : i + 8], "little") for i in range(0, len(raw), 8)]
+    return sum(key(i // block) * key(i % block) * (w ^ w >> 29) for i, w in enumerate(words)) % limit
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000, 4099])
@@ -37,13 +46,15 @@ def test_fingerprint_is_its_formula(count: int) -> None:
     assert fingerprint(padded[1:]) == oracle(data.tobytes()), "a view at an odd address"
 
 
-def test_fingerprint_across_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fingerprint_across_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     from precgraph.runtime.vllm import sync
 
+    monkeypatch.setattr(sync, "_BLOCK", 7)
     x = torch.randn(1000, generator=torch.Generator().manual_seed(1))
-    whole = fingerprint(x)
-    monkeypatch.setattr(sync, "_CHUNK", 7)
-    assert fingerprint(x) == whole == oracle(x.numpy().tobytes())
+    assert fingerprint(x) == oracle(x.numpy().tobytes(), 7)
+    y = x.clone()
+    y[:14], y[14:28] = x[14:28], x[:14]
+    assert fingerprint(y) == oracle(y.numpy().tobytes(), 7) != fingerprint(x)
 
 
 def test_fingerprint_sees_every_bit_and_every_exchange() -> None:
@@ -60,6 +71,31 @@ def test_fingerprint_sees_every_bit_and_every_exchange() -> None:
             y[a : a + 64], y[b : b + 64] = x[b : b + 64].clone(), x[a : a + 64].clone()
             seen.add(fingerprint(y))
     assert len(seen) == 1 + 2048 + 6
+
+
+@pytest.mark.parametrize("largest", [1, 255, 2**40, 2**62])
+def test_fingerprint_sees_exchanged_blocks_of_equal_sums(largest: int) -> None:
+    """Blocks of the same words in another order: weights that grow evenly with the place take them for each other."""
+    words = torch.randint(0, largest + 1, (64,), generator=torch.Generator().manual_seed(0))
+    words[0], words[1] = 0, 1
+    blocks = [words, words.roll(1), words.flip(0), words.sort().values]
+    orders = [torch.cat([blocks[k] for k in order]) for order in itertools.permutations(range(4))]
+    assert len({fingerprint(x) for x in orders}) == 24
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64])
+def test_fingerprint_sees_signs_and_inverted_words(dtype: torch.dtype) -> None:
+    """Errors that touch the highest bits alone, in two places or in all."""
+    words = torch.randint(0, 2**62, (64,), generator=torch.Generator().manual_seed(0))
+    width = 8 * dtype.itemsize
+    signs = sum(1 << bit for bit in range(width - 1, 64, width)) - (1 << 64)
+    made = [words, words ^ signs, ~words]
+    for i, j in itertools.combinations_with_replacement(range(64), 2):
+        for flipped in (signs, -1):
+            y = words.clone()
+            y[[i, j]] ^= flipped
+            made.append(y)
+    assert len({fingerprint(x) for x in made}) == 3 + 2 * 64 * 65 // 2
 
 
 def rollout_store(name: str, recipe: Recipe, **changes: Any) -> RolloutStore:
@@ -212,9 +248,32 @@ def test_manifests_survive_json_and_nothing_else() -> None:
     _, manifest, _ = small()
     data = manifest.to_json()
     assert Manifest.from_json(data) == manifest
-    for broken in ({**data, "checksum": "0"}, {**data, "tensors": {}}, {**data, "tensors": [1]}, [], {"protocol": 1}):
+    for broken in ({**data, "checksum": "0"}, {**data, "tensors": {}}, {**data, "tensors": [1]}, [], {"protocol": 2}):
         with pytest.raises(SyncError, match="malformed|own checksum"):
             Manifest.from_json(broken)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        ("version", "1e400"), ("version", "true"), ("version", "-5"), ("version", "3.0"), ("version", '"3"'),
+        ("digest", "null"), ("digest", "7"), ("checksum", "null"), ("tensors", "null"), ("protocol", "2.0"),
+    ],
+)  # fmt: skip
+def test_a_manifest_of_other_types_is_malformed(key: str, text: str) -> None:
+    data = json.loads(json.dumps(small()[1].to_json()))
+    with pytest.raises(SyncError, match=rf"manifest is malformed: .*{key} is "):
+        Manifest.from_json({**data, key: json.loads(text)})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("fingerprint", 1e400), ("fingerprint", True), ("shape", "23"), ("dtype", 1)]
+)
+def test_an_entry_of_other_types_is_malformed(key: str, value: Any) -> None:
+    data = json.loads(json.dumps(small()[1].to_json()))
+    data["tensors"]["a"][key] = value
+    with pytest.raises(SyncError, match=f"manifest is malformed: .*{key} is "):
+        Manifest.from_json(data)
 
 
 def test_updates_out_of_order() -> None:

@@ -221,6 +221,11 @@ class Config:
         return self.algorithm.epochs * self.algorithm.batches
 
     @property
+    def scores_first(self) -> bool:
+        """Whether a rollout's samples are scored apart from the updates, before the first of several."""
+        return self.updates > 1 and self.algorithm.old_logprobs == "trainer"
+
+    @property
     def allow_mismatch(self) -> bool:
         """Whether an inconsistent pair may run: by the key, or because the arm is one on purpose."""
         return self.precision.allow_mismatch or self.precision.arm != "exact"

@@ -1,6 +1,7 @@
 """What a step measures, under which names, and what is asserted of it.
 
-Every mean is guarded: with nothing to average it is 0, and the count that says so is a metric too.
+Every mean is guarded: with nothing to average it is 0, and the count that says so is a metric too. What is asserted of
+a mismatch is broken where that count says that not every token was compared.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import operator
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,19 +64,21 @@ def mismatch(
     """The difference Δ = trainer − rollout of log-probabilities ``[n]`` over response tokens.
 
     ``place`` is a token's position in its response, ``sequence`` its index into ``serials``. Tokens without a value on
-    one side (NaN) are counted in ``mismatch/missing`` and in nothing else.
+    one side (NaN), or with -inf on both, are counted in ``mismatch/missing`` and in nothing else; ``mismatch/unscored``
+    is how many samples have tokens without a value on the trainer's side.
     """
-    known = ~(rollout.isnan() | trainer.isnan())
-    delta = (trainer.double() - rollout.double())[known]
-    size = delta.abs()
+    delta = trainer.double() - rollout.double()
+    known = ~delta.isnan()
+    delta = delta[known]
+    size, bounded = delta.abs(), delta.clamp(max=LARGEST)
     off, where = size > 0, place[known]
     probabilities = (trainer.double().exp() - rollout.double().exp())[known].abs()
-    ratio = delta.clamp(max=LARGEST).exp()
+    ratio = bounded.exp()
     worst = int(size.argmax()) if size.numel() else -1
     out: Record = {
         "mismatch/mean": mean(size),
         "mismatch/max": float(size.max()) if size.numel() else 0.0,
-        "mismatch/k3": mean(delta.clamp(max=LARGEST).expm1() - delta),
+        "mismatch/k3": mean(bounded.expm1() - bounded),
         "mismatch/kl": mean(-delta),
         "mismatch/ratio_mean": mean(ratio) if size.numel() else 1.0,
         "mismatch/mult_prob_error": mean(size.clamp(max=LARGEST).exp()) if size.numel() else 1.0,
@@ -88,6 +91,7 @@ def mismatch(
         "mismatch/first_position": int(where[off].min()) if bool(off.any()) else None,
         "mismatch/worst_sequence": serials[int(sequence[known][worst])] if bool(off.any()) else None,
         "mismatch/missing": int((~known).sum()),
+        "mismatch/unscored": sequence[trainer.isnan()].unique().numel(),
     }
     for name, borders, values in (
         ("position", POSITIONS, where.double()),
@@ -114,14 +118,17 @@ KNOWN = (
     "correction/masked", "mismatch/mean", "mismatch/max", "mismatch/k3", "mismatch/kl", "mismatch/ratio_mean",
     "mismatch/mult_prob_error", "mismatch/prob_diff_mean", "mismatch/prob_diff_max", "mismatch/prob_diff_std",
     "mismatch/above_threshold", "mismatch/tokens", "mismatch/tokens_different", "mismatch/first_position",
-    "mismatch/missing", "update/grad_norm", "update/lr", "update/steps", "update/skipped", "update/codes_changed",
-    "weights/version", "sampling/kept_mass", "data/position", "data/dropped_groups", "data/too_long", "data/rounds",
-    "time/rollout", "time/reference", "time/score", "time/update", "time/sync", "time/step", "speed/rollout",
-    "speed/reference", "speed/score", "speed/update", "memory/peak_gb", "eval/pass_rate", "eval/reward", "eval/length",
+    "mismatch/missing", "mismatch/unscored", "update/grad_norm", "update/lr", "update/steps", "update/skipped",
+    "update/codes_changed", "weights/version", "sampling/kept_mass", "data/position", "data/dropped_groups",
+    "data/too_long", "data/rounds", "time/rollout", "time/reference", "time/score", "time/update", "time/sync",
+    "time/step", "speed/rollout", "speed/reference", "speed/score", "speed/update", "memory/peak_gb",
+    "eval/pass_rate", "eval/reward", "eval/length", "eval/too_long",
     *(f"mismatch/position/{b}" for b in bucket_names(POSITIONS)),
     *(f"mismatch/entropy/{b}" for b in bucket_names(ENTROPIES)),
     *(name for table in FOREIGN.values() for name in table),
 )  # fmt: skip
+
+COUNTS = ("mismatch/tokens", "mismatch/missing", "mismatch/unscored")
 
 _OPERATORS = {
     "==": operator.eq, "!=": operator.ne, "<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt,
@@ -154,10 +161,22 @@ class Assertion:
             raise ConfigError(f"assertion {text!r}: no metric is called {found[1]!r}{nearest(found[1], KNOWN)}")
         return cls(text, found[1], found[2], bound)
 
+    @property
+    def of_all_tokens(self) -> bool:
+        """Whether it is about a mismatch, so that no token may be without a value; a count of tokens says itself."""
+        return _ours(self.name).startswith("mismatch/") and self.name not in COUNTS
+
+    def measured(self, record: Mapping[str, Any]) -> bool:
+        """Whether the record has the metric; without a token that was compared, no mismatch was measured."""
+        return self.name in record and not (self.of_all_tokens and record.get("mismatch/tokens") == 0)
+
     def check(self, record: Mapping[str, Any]) -> None:
-        """MetricAssertionError if the record has the metric and breaks the assertion."""
+        """MetricAssertionError if the record has the metric and breaks the assertion, or if the assertion is about a
+        mismatch and not all tokens were compared."""
+        if self.of_all_tokens and record.get("mismatch/missing"):
+            raise MetricAssertionError(f"step {record['step']}: {self.text!r} was asserted, and {_incomplete(record)}")
         value = record.get(self.name)
-        if value is None:
+        if value is None or not self.measured(record):
             return
         if math.isnan(value) or not _OPERATORS[self.compare](value, self.bound):
             raise MetricAssertionError(
@@ -166,15 +185,49 @@ class Assertion:
             )
 
 
+def _ours(name: str) -> str:
+    """Our name of a metric that may have another trainer's."""
+    return next((table[name] for table in FOREIGN.values() if name in table), name)
+
+
+def _incomplete(record: Mapping[str, Any]) -> str:
+    missing, unscored = record["mismatch/missing"], record["mismatch/unscored"]
+    why = f": {unscored} samples were not scored by the weights that sampled them" if unscored else ""
+    return f"{missing} of {missing + record['mismatch/tokens']} tokens cannot be compared{why}"
+
+
 def require_measured(assertions: Iterable[Assertion], config: Config) -> None:
     """ConfigError for an assertion on what no step of a run measures: it would hold without having been checked."""
-    evaluates = 0 < config.run.eval_every <= config.run.steps
     for a in assertions:
-        owner = next((name for name, table in FOREIGN.items() if a.name in table), None)
-        if a.name.startswith("eval/") and not evaluates:
-            raise ConfigError(f"assertion {a.text!r}: the run never evaluates", remedy="set run.eval_every")
-        if owner is not None and owner not in config.metrics.names:
-            raise ConfigError(f"assertion {a.text!r}: {a.name} is not logged", remedy=f"--metric-names {owner}")
+        for never, why, remedy in _never_measured(a, config):
+            if never:
+                raise ConfigError(f"assertion {a.text!r}: {why}", remedy=remedy)
+
+
+def _never_measured(a: Assertion, config: Config) -> Iterator[tuple[bool, str, str]]:
+    """Reasons for which a run of that configuration never measures what is asserted: whether one holds, what it is,
+    and the remedy."""
+    table, phase = config.algorithm, a.name.removeprefix("time/").removeprefix("speed/")
+    owner = next((name for name, names in FOREIGN.items() if a.name in names), None)
+    evaluates = 0 < config.run.eval_every <= config.run.steps
+    yield a.name.startswith("eval/") and not evaluates, "the run never evaluates", "set run.eval_every"
+    yield owner not in (None, *config.metrics.names), f"{a.name} is not logged", f"--metric-names {owner}"
+    yield phase == "reference" and table.kl == 0, "the run has no reference", "set algorithm.kl"
+    yield phase == "score" and not config.scores_first, "no sample is scored before the update", "leave it out"
+    if a.name.startswith("mismatch/position/"):
+        first = int(re.split("[-+]", a.name.rpartition("/")[2])[0])
+        limit = config.rollout.max_tokens
+        yield first >= limit, "no response is that long", f"rollout.max_tokens is {limit}"
+    later = table.batches > 1 and not config.scores_first
+    why = "samples of all optimiser steps but the first are not scored by the weights that sampled them"
+    yield a.of_all_tokens and later, why, "set algorithm.old_logprobs = 'trainer'"
+
+
+def require_seen(assertions: Iterable[Assertion], records: Sequence[Record]) -> None:
+    """MetricAssertionError for an assertion on what no step of a whole run has measured."""
+    for a in assertions:
+        if not any(a.measured(record) for record in records):
+            raise MetricAssertionError(f"{a.text!r} was asserted, and no step of the run has measured {a.name}")
 
 
 # ------------------------------------------------------------------------------------------ alarms
@@ -227,6 +280,8 @@ class Alarms:
                 f"position {record['mismatch/first_position']} of a response, worst in sample "
                 f"{record['mismatch/worst_sequence']}"
             )
+        if record.get("mismatch/missing"):
+            out.append(_incomplete(record))
         for name, trend in self.trends.items():
             if trend.add(float(record.get(name) or 0.0)):
                 out.append(
@@ -253,8 +308,8 @@ class Alarms:
 
 
 def read_records(directory: Path) -> list[Record]:
-    """The records of a run, in order; a last line that was cut off by a crash is left out. TrainerError for any other
-    line that is no record: what stands below it must not be lost."""
+    """The records of a run, in order; an evaluation's line is a part of its step's. A last line that was cut off by a
+    crash is left out. TrainerError for any other line that is no record: what stands below it must not be lost."""
     path = directory / "metrics.jsonl"
     if not path.is_file():
         raise TrainerError("holds no metrics.jsonl", path=str(directory), remedy="name a run directory")
@@ -271,25 +326,32 @@ def read_records(directory: Path) -> list[Record]:
             raise TrainerError(
                 f"is no record of a step: {error}", path=f"{path}:{number}", remedy="restore or remove the line"
             ) from None
-        records.append(record)
+        if records and records[-1]["step"] == record["step"]:
+            records[-1] |= record
+        else:
+            records.append(record)
     return records
 
 
 class Recorder:
     """``metrics.jsonl`` of a run, and TensorBoard and W&B beside it. ``step`` is the first step that is to come:
-    records from there on, of a run that went further than its checkpoint, are dropped."""
+    records from there on, of a run that went further than its checkpoint, are dropped. ``last`` is the record of the
+    last step, if there is one."""
 
     def __init__(self, directory: Path, table: MetricsTable, step: int, config: Mapping[str, Any]) -> None:
         self.path = directory / "metrics.jsonl"
+        self.last: Record = {}
         if self.path.exists():
-            kept = [json.dumps(r) for r in read_records(directory) if r["step"] < step]
-            replace_text(self.path, "".join(f"{line}\n" for line in kept))
+            kept = [r for r in read_records(directory) if r["step"] < step]
+            replace_text(self.path, "".join(f"{json.dumps(r)}\n" for r in kept))
+            self.last = kept[-1] if kept else {}
         self._file = self.path.open("a", encoding="utf-8")
         self._board = _tensorboard(directory, step) if table.tensorboard else None
         self._wandb = _wandb(directory, config) if table.wandb else None
 
     def write(self, record: Record) -> None:
-        """Append a step's record; on disk when this returns."""
+        """Append a step's record, or what has come to the last one; in the file when this returns."""
+        self.last = self.last | record if self.last.get("step") == record["step"] else record
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}

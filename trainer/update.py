@@ -100,13 +100,12 @@ class Updater:
         if self.pair.reference is not None:
             with self._timed(result, "reference", note):
                 self._score(self.pair.reference, samples, everyone, result, "reference", result.tokens.reference)
-        if self.config.updates > 1:
-            if self.config.algorithm.old_logprobs == "trainer":
-                with self._timed(result, "score", note):
-                    self._score(self.pair.actor, samples, everyone, result, "score", result.tokens.trainer)
-                result.tokens.old = result.tokens.trainer
-            else:
-                result.tokens.old = result.tokens.rollout
+        if self.config.scores_first:
+            with self._timed(result, "score", note):
+                self._score(self.pair.actor, samples, everyone, result, "score", result.tokens.trainer)
+            result.tokens.old = result.tokens.trainer
+        elif self.config.updates > 1:
+            result.tokens.old = result.tokens.rollout
         return result
 
     def update(
@@ -123,10 +122,9 @@ class Updater:
         sums = _Sums()
         before = _codes(self.pair.actor)
         with self._timed(result, "update", note):
-            if self.config.updates == 1:
-                with torch.no_grad():
-                    rest = [i for i, l in enumerate(live) if not l]
-                    self._score(self.pair.actor, samples, rest, result, "update", result.tokens.trainer)
+            if table.batches == 1 and not self.config.scores_first:  # the first step's forward scores all others
+                rest = [i for i, l in enumerate(live) if not l]
+                self._score(self.pair.actor, samples, rest, result, "update", result.tokens.trainer)
             for _ in range(table.epochs):
                 for part in _chunks(range(len(samples)), table.batches):
                     # Samples without a gradient (equal rewards) count in the denominator as long as they are kept.

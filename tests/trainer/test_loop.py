@@ -244,6 +244,21 @@ def test_several_updates_a_rollout(tmp_path: Path) -> None:
     assert equal(wanted, weights(taken))
 
 
+def test_old_logprobs_of_the_rollout_are_compared_as_far_as_the_update_scores(tmp_path: Path) -> None:
+    """With one optimiser step an epoch, everything, groups of equal rewards too; else the first step's samples."""
+    good, items = tiny.task(), list[str]()
+    half = tiny.task(lambda i, text: 1.0 if (items.append(i.id) or i.id) == items[0] else good.scorer(i, text))
+    whole = trainer(tmp_path / "a", task=half, algorithm={"epochs": 2, "old_logprobs": "rollout"}).train_step()
+    assert whole["mismatch/missing"] == whole["mismatch/unscored"] == 0 < whole["mismatch/tokens"]
+    assert whole["mismatch/max"] == 0.0 and whole["alarms"] == [] and whole["reward/zero_spread"] == 0.5
+    part = trainer(tmp_path / "b", algorithm={"batches": 2, "old_logprobs": "rollout"}).train_step()
+    assert part["mismatch/unscored"] == 4 and part["mismatch/missing"] > 0 < part["mismatch/tokens"]
+    assert part["mismatch/max"] == 0.0 and "4 samples were not scored" in part["alarms"][0]
+    flat = tiny.task(lambda item, text: 0.0)
+    none = trainer(tmp_path / "c", task=flat, algorithm={"batches": 2, "old_logprobs": "rollout"}).train_step()
+    assert none["mismatch/tokens"] == 0 and none["mismatch/unscored"] == 8 and none["alarms"]
+
+
 def test_the_split_into_micro_batches_changes_only_roundings(tmp_path: Path) -> None:
     """The same cells in one micro-batch or in four: per-token values bit for bit, sums of gradients up to bf16
     rounding."""

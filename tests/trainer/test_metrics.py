@@ -26,6 +26,8 @@ from trainer.metrics import (
     mean,
     mismatch,
     read_records,
+    require_measured,
+    require_seen,
 )
 
 NAN = math.nan
@@ -76,6 +78,25 @@ def test_missing_values_are_counted_and_left_out() -> None:
     assert got["mismatch/missing"] == 1 and got["mismatch/tokens"] == 2 and got["mismatch/max"] == 0.0
 
 
+def test_infinite_differences() -> None:
+    """Δ = +inf is bounded where its exponential is, at 1e30; -inf on both sides is no difference of which one knows."""
+    got = measured([-math.inf, -math.inf, -1.0], [-1.0, -math.inf, -1.0])
+    assert got["mismatch/missing"] == 1 and got["mismatch/tokens"] == 2 and got["mismatch/tokens_different"] == 1
+    assert got["mismatch/max"] == math.inf and got["mismatch/k3"] == pytest.approx(1e30 / 2)
+    assert got["mismatch/unscored"] == 0
+    got = measured([-1.0], [-math.inf])
+    assert got["mismatch/k3"] == got["mismatch/max"] == math.inf and got["mismatch/ratio_mean"] == 0.0
+
+
+def test_samples_that_were_not_scored_are_counted() -> None:
+    got = measured([-1.0, -2.0, NAN, -3.0], [-1.0, NAN, -1.0, NAN], sequence=[0, 1, 0, 1])
+    assert got["mismatch/unscored"] == 1 and got["mismatch/missing"] == 3
+    (alarm,) = Alarms(MetricsTable(), exact=False).check(got)
+    assert alarm == "3 of 4 tokens cannot be compared: 1 samples were not scored by the weights that sampled them"
+    (alarm,) = Alarms(MetricsTable(), exact=False).check(measured([NAN, -1.0], [-1.0, -1.0]))
+    assert alarm == "1 of 2 tokens cannot be compared"
+
+
 @pytest.mark.parametrize("values", [([], []), ([NAN], [-1.0])])
 def test_nothing_to_measure_is_finite(values: tuple[list[float], list[float]]) -> None:
     got = measured(*values)
@@ -118,6 +139,54 @@ def test_assertions_hold_and_break() -> None:
     for value in (1e-9, NAN):
         with pytest.raises(MetricAssertionError, match="step 7: mismatch/max"):
             Assertion.parse("mismatch/max == 0").check({"step": 7, "mismatch/max": value})
+
+
+@pytest.mark.parametrize("text", ["mismatch/max == 0", "mismatch/position/4-8 < 1", "rollout_corr/kl < 1"])
+def test_an_assertion_of_a_mismatch_does_not_hold_where_tokens_were_not_compared(text: str) -> None:
+    assertion = Assertion.parse(text)
+    for rollout in ([NAN, -1.0], [NAN, NAN]):
+        record = {"step": 7, **measured(rollout, [-1.0, -1.0])}
+        with pytest.raises(MetricAssertionError, match=r"step 7: .* was asserted, and [12] of 2 tokens cannot be comp"):
+            assertion.check(record)
+        Assertion.parse("mismatch/missing <= 2").check(record)  # a count of them says itself
+        with pytest.raises(MetricAssertionError, match="mismatch/missing is"):
+            Assertion.parse("mismatch/missing == 0").check(record)
+
+
+def test_what_no_step_has_measured_was_not_asserted() -> None:
+    records = [{"step": 0, **measured([-1.0], [-1.0])}, {"step": 1, **measured([], [])}]
+    seen = [Assertion.parse(text) for text in ("mismatch/max == 0", "mismatch/first_position > 3")]
+    require_seen(seen, records)
+    for text in ("mismatch/position/4-8 < 0", "time/score < 0"):
+        with pytest.raises(MetricAssertionError, match=f"no step of the run has measured {text[:-4]}"):
+            require_seen([*seen, Assertion.parse(text)], records)
+    with pytest.raises(MetricAssertionError, match="no step of the run has measured mismatch/max"):
+        require_seen(seen, records[1:])  # a step without a sample
+
+
+@pytest.mark.parametrize(
+    ("text", "tables", "message"),
+    [
+        ("time/score < 1", {}, "no sample is scored before the update"),
+        ("speed/score > 1", {"algorithm": {"epochs": 2, "old_logprobs": "rollout"}}, "no sample is scored before"),
+        ("time/reference < 1", {}, "set algorithm.kl"),
+        ("mismatch/position/16-64 < 1", {"rollout": {"max_tokens": 16}}, "no response is that long"),
+        ("mismatch/max == 0", {"algorithm": {"batches": 2, "old_logprobs": "rollout"}}, "old_logprobs = 'trainer'"),
+    ],
+)
+def test_what_a_configuration_never_measures_is_refused(
+    tmp_path: Path, text: str, tables: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        require_measured([Assertion.parse(text)], tiny.settings(tmp_path, **tables))
+
+
+def test_what_a_configuration_measures_is_not_refused(tmp_path: Path) -> None:
+    config = tiny.settings(tmp_path, algorithm={"batches": 2, "kl": 0.1}, rollout={"max_tokens": 17})
+    texts = ("time/score < 9", "time/reference < 9", "mismatch/position/16-64 < 1", "mismatch/max == 0", "loss < 9")
+    require_measured(map(Assertion.parse, texts), config)
+    config = tiny.settings(tmp_path, algorithm={"epochs": 2, "old_logprobs": "rollout"})
+    require_measured([Assertion.parse("mismatch/max == 0")], config)
 
 
 @pytest.mark.parametrize("text", ["mismatch/max", "mismatch/max = 0", "mismatch/max == zero", "0 == mismatch/max", ""])
@@ -190,6 +259,21 @@ def test_records_from_after_the_checkpoint_are_dropped(tmp_path: Path) -> None:
     recorder.write({"step": 2, "reward/mean": 9.0})
     recorder.close()
     assert [(r["step"], r["reward/mean"]) for r in read_records(tmp_path)] == [(0, 0.0), (1, 0.5), (2, 9.0)]
+
+
+def test_an_evaluation_belongs_to_its_step(tmp_path: Path) -> None:
+    """It comes after the step's record, and what reads the file sees one."""
+    table = MetricsTable(tensorboard=False)
+    recorder = Recorder(tmp_path, table, 0, {})
+    recorder.write({"step": 0, "loss": 1.0})
+    recorder.write({"step": 1, "loss": 2.0})
+    recorder.write({"step": 1, "eval/reward": 3.0})
+    recorder.close()
+    wanted = {"step": 1, "loss": 2.0, "eval/reward": 3.0}
+    assert read_records(tmp_path) == [{"step": 0, "loss": 1.0}, wanted] and recorder.last == wanted
+    assert Recorder(tmp_path, table, 2, {}).last == wanted
+    assert read_records(tmp_path) == [{"step": 0, "loss": 1.0}, wanted]
+    assert Recorder(tmp_path, table, 0, {}).last == {}
 
 
 def test_a_full_disk_leaves_the_files_of_a_run_as_they_were(tmp_path: Path, full_disk: Any) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from precgraph.checkpoint.whole import placed
 from precgraph.strict_json import sound
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, ConfigError
 
 FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
@@ -146,6 +146,16 @@ def save(directory: Path, state: State, *, keep: int = 0) -> Path:
     for old in steps(directory)[: -keep or None] if keep else []:
         shutil.rmtree(path_of(directory, old), ignore_errors=True)
     return final
+
+
+def require_free(directory: Path) -> None:
+    """ConfigError if a run of that directory has made a step: it would be lost under a new one."""
+    records = directory / "metrics.jsonl"
+    if steps(directory)[-1:] not in ([], [0]) or (records.is_file() and records.stat().st_size):
+        raise ConfigError(
+            "already holds a run", path=str(directory),
+            remedy=f"precgraph-train resume {directory}, or choose another run.name",
+        )  # fmt: skip
 
 
 def find(directory: Path, step: int | None = None) -> int:

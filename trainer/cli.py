@@ -1,4 +1,5 @@
-"""The command ``precgraph-train``: run, resume, eval, export, plot, compare.
+"""The command ``precgraph-train``: run, resume, eval, export, plot, compare. Nothing here imports torch before a
+command has checked what it can without, so that help and errors of a configuration are instant.
 
 Exit codes: 0 done, 1 an assertion on a metric was broken, 2 could not run, 130 interrupted (with the state saved).
 """
@@ -10,19 +11,18 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_info
 
 from precgraph.cli.console import Debug, Group, ending_with_its_reader
 from precgraph.cli.console import settings as options
 from precgraph.errors import PrecGraphError
-from precgraph.loading import quietly
+from trainer.changes import FILE, Changes, require_same_run, since
 from trainer.config import Config, load, load_run
 from trainer.errors import ConfigError, InterruptedRunError, MetricAssertionError
 
@@ -47,13 +47,8 @@ Seconds = Annotated[
 
 
 @app.callback()
-def _options(context: typer.Context, debug: Debug = False) -> None:
+def _options(debug: Debug = False) -> None:
     options.debug = debug
-    if debug:
-        context.call_on_close(partial(set_verbosity, get_verbosity()))
-        set_verbosity_info()  # type: ignore[no-untyped-call]
-    else:
-        context.with_resource(quietly())  # bars of saving, too, would run through the trainer's own
 
 
 @app.command()
@@ -70,17 +65,21 @@ def run(
     """Start a run."""
     until = _until(max_seconds)
     resolved = load(config, [*(settings or []), *_more(asserts, metric_names)])
+    from trainer import checkpoint
+    from trainer.lock import locked
     from trainer.loop import Trainer
 
     console = Console(stderr=True)
-    with console.status("loading and compiling"):
-        trainer = Trainer(resolved, console=console)
-    _explain(console, trainer)
-    if dry_run:
-        typer.echo(_toml(resolved))
-        return
-    trainer.run(until)
-    _ended(console, trainer)
+    with _screen(), nullcontext() if dry_run else locked(resolved.directory):
+        if not dry_run:
+            checkpoint.require_free(resolved.directory)
+        with console.status("loading and compiling"):
+            trainer = Trainer(resolved, console=console)
+        _explain(console, trainer)
+        if dry_run:
+            typer.echo(_toml(resolved))
+        else:
+            _train(console, trainer, until)
 
 
 @app.command()
@@ -94,14 +93,16 @@ def resume(
     max_seconds: Seconds = None,
 ) -> None:
     """Go on with a run from its last checkpoint, or fork it from an earlier one."""
-    until = _until(max_seconds)
+    until, target = _until(max_seconds), into or directory
+    changed = [*(settings or []), *_more(asserts, metric_names), f"run.dir={json.dumps(str(target))}"]
+    resolved = load_run(directory, changed)
     from trainer import checkpoint
     from trainer.lock import locked
     from trainer.loop import Trainer
 
     checkpoint.find(directory, step)  # before a directory is made
-    target = into or directory
-    with locked(target):
+    console = Console(stderr=True)
+    with _screen(), locked(target):
         last = checkpoint.load(directory, step).step
         if step is not None and step != checkpoint.steps(directory)[-1] and into is None:
             raise ConfigError(
@@ -110,9 +111,10 @@ def resume(
             )  # fmt: skip
         if into is not None and (into / "metrics.jsonl").exists():
             raise ConfigError("already holds a run", path=str(into), remedy="name a new directory for the fork")
-        changes = [*(settings or []), *_more(asserts, metric_names), f"run.dir={json.dumps(str(target))}"]
-        resolved = load_run(directory, changes)
-        console = Console(stderr=True)
+        changes = since(directory, last, resolved)
+        if into is None:
+            require_same_run(changes, directory)
+        _tell_changes(console, changes, last)
         with console.status("loading and compiling"):
             trainer = Trainer(resolved, console=console)
             trainer.restore(directory, last)
@@ -120,8 +122,7 @@ def resume(
             _fork_records(directory, into, last)
         _explain(console, trainer)
         console.print(f"resuming after {trainer.step} steps")
-        trainer.run(until)
-        _ended(console, trainer)
+        _train(console, trainer, until)
 
 
 @app.command("eval")
@@ -131,17 +132,18 @@ def evaluate(
     settings: Settings = None,
 ) -> None:
     """Pass rate on held-out items, as JSON on stdout."""
-    from trainer.loop import Trainer
-
     is_run = target.is_dir()
     resolved = load_run(target, settings or []) if is_run else load(target, settings or [])
+    from trainer.loop import Trainer
+
     console = Console(stderr=True)
-    with console.status("loading and compiling"):
-        trainer = Trainer(resolved, console=console)
-        if is_run:
-            trainer.restore(target, step)
-    with console.status("sampling"):
-        typer.echo(json.dumps({"step": trainer.step, **trainer.evaluate()}))
+    with _screen():
+        with console.status("loading and compiling"):
+            trainer = Trainer(resolved, console=console)
+            if is_run:
+                trainer.restore(target, step)
+        with console.status("sampling"):
+            typer.echo(json.dumps({"step": trainer.step, **trainer.evaluate()}))
 
 
 @app.command()
@@ -151,13 +153,15 @@ def export(
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step instead of the last.")] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: weights, config and tokenizer."""
+    resolved = load_run(directory)
     from precgraph.checkpoint.whole import require_new
     from trainer.loop import Trainer
 
     require_new(output)
-    trainer = Trainer(load_run(directory))
-    trainer.restore(directory, step)
-    trainer.export(output)
+    with _screen():
+        trainer = Trainer(resolved)
+        trainer.restore(directory, step)
+        trainer.export(output)
     typer.echo(f"step {trainer.step}: {output}")
 
 
@@ -202,12 +206,45 @@ def _until(seconds: float | None) -> float | None:
     return None if seconds is None else time.monotonic() + seconds
 
 
-def _ended(console: Console, trainer: Any) -> None:
+@contextmanager
+def _screen() -> Iterator[None]:
+    """Libraries' bars kept off the screen, on which those of saving would run through the trainer's own; with
+    ``--debug``, what they say on it."""
+    from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_info
+
+    from precgraph.loading import quietly
+
+    if not options.debug:
+        with quietly():
+            yield
+        return
+    before = get_verbosity()
+    set_verbosity_info()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        set_verbosity(before)
+
+
+def _train(console: Console, trainer: Any, until: float | None) -> None:
+    """Run it, and say what to do next."""
+    before = trainer.step
+    trainer.run(until)
     directory, wanted = trainer.config.directory, trainer.config.run.steps
-    if trainer.step < wanted:
+    if trainer.step >= wanted:
+        console.print(f"done: {directory}")
+    elif trainer.step > before:
         console.print(f"{trainer.step} of {wanted} steps; go on with: precgraph-train resume {directory}")
     else:
-        console.print(f"done: {directory}")
+        console.print(f"[yellow]no step was made: --max-seconds was over once the model was loaded. Give it more, or "
+                      f"this goes on for ever[/yellow]; still {before} of {wanted} steps: precgraph-train resume "
+                      f"{directory}")  # fmt: skip
+
+
+def _tell_changes(console: Console, changes: Changes, step: int) -> None:
+    for key, (before, after) in changes.items():
+        text = f"from step {step} on: {key} = {after!r}, before {before!r}"
+        console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 def _toml(config: Config) -> str:
@@ -225,14 +262,21 @@ def _explain(console: Console, trainer: Any) -> None:
     )
     console.print(f"arm [bold]{config.precision.arm}[/bold]: trains {pair.actor.precgraph.recipe.name}, "
                   f"rolls out {pair.program.precgraph.recipe.name}")  # fmt: skip
-    console.print(str(pair.report).splitlines()[0])
-    if pair.exact:
-        console.print(f"one program, digest {pair.digest[:16]}: log-probabilities must be equal bit for bit")
-    else:
-        why = "precision.allow_mismatch" if config.precision.allow_mismatch else f"arm {config.precision.arm}"
-        console.print(f"[yellow]two programs, allowed by {why}: expect a mismatch, and watch it[/yellow]")
+    console.print(verdict(pair, config), soft_wrap=True)
     if not trainer.stops:
         console.print("[yellow]the model has no end token: every response runs to rollout.max_tokens[/yellow]")
+
+
+def verdict(pair: Any, config: Config) -> str:
+    """What the check says of both programs, and what that lets expect of their log-probabilities."""
+    found = str(pair.report).splitlines()[0]
+    if pair.exact:
+        return f"{found}\none program, digest {pair.digest[:16]}: log-probabilities must be equal bit for bit"
+    why = "precision.allow_mismatch" if config.precision.allow_mismatch else f"arm {config.precision.arm}"
+    if pair.report.ok:  # what it compares is alike, and yet they are not exact
+        same = pair.program.precgraph.graph.digest() == pair.digest
+        found = "one program, but kernels whose bits depend on the batch" if same else "two programs of other digests"
+    return f"{found}\n[yellow]allowed by {why}: expect a mismatch, and watch it[/yellow]"
 
 
 def _fork_records(source: Path, target: Path, step: int) -> None:
@@ -241,6 +285,9 @@ def _fork_records(source: Path, target: Path, step: int) -> None:
 
     target.mkdir(parents=True, exist_ok=True)
     kept = [json.dumps(r) for r in read_records(source) if r["step"] < step]
+    for name in (FILE, "config.toml"):  # what the fork's first step is compared with
+        if (source / name).exists():
+            replace_text(target / name, (source / name).read_text(encoding="utf-8"))
     replace_text(target / "metrics.jsonl", "".join(f"{line}\n" for line in kept))
 
 

@@ -53,7 +53,8 @@ class ModelTable:
 @dataclass(frozen=True, slots=True)
 class TaskTable:
     """``data``: ``reasoning_gym:FAMILY``, ``jsonl:PATH`` or ``python:MODULE:FUNCTION``; ``params`` go to the family or
-    the function. ``reward``: empty for the data's own verifier, or ``MODULE:FUNCTION``. ``answer`` says where a
+    the function. ``size``: so many items, the first of a file; 0: all of it, and 1000 of what a family or a function
+    makes. ``reward``: empty for the data's own verifier, or ``MODULE:FUNCTION``. ``answer`` says where a
     response's answer is: ``whole``, ``last_number``, ``last_line``, ``tag`` (``<answer>``) or ``boxed``. ``prompt``
     holds ``{question}``; with ``chat`` it goes through the tokenizer's chat template. ``origin`` says how to get the
     data, and is the remedy when a file is not there."""
@@ -61,7 +62,7 @@ class TaskTable:
     data: str = "reasoning_gym:chain_sum"
     origin: str = ""
     params: dict[str, Any] = field(default_factory=dict)
-    size: int = 1000
+    size: int = 0
     seed: int = 0
     reward: str = ""
     answer: str = "last_number"
@@ -74,8 +75,8 @@ class TaskTable:
 
 @dataclass(frozen=True, slots=True)
 class EvalTable:
-    """Held-out items (``data`` empty: the task's own, drawn with another seed), sampled at ``temperature`` (0:
-    greedy)."""
+    """Held-out items (``data`` empty: the task's own, drawn with another seed, and left out of the training items),
+    sampled at ``temperature`` (0: greedy)."""
 
     data: str = ""
     items: int = 64
@@ -252,7 +253,7 @@ class Config:
     def save(self, path: str | Path) -> None:
         """Write every key as TOML. TrainerError if that fails; then the file is as it was."""
         document = tomlkit.document()
-        document.add(tomlkit.comment("precgraph-train: the resolved configuration of a run"))
+        document.add(tomlkit.comment("precgraph-train: every key, as the latest steps of the run have it"))
         document.update(self.to_dict())
         replace_text(Path(path), tomlkit.dumps(document))
 
@@ -293,6 +294,12 @@ def override(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]
             table[key] = dict(inner)
             table = table[key]
         table[keys[-1]] = _toml_value(text.strip())
+    for name, key in (("model", "path"), ("task", "data")):
+        before, after = data.get(name), result.get(name)
+        if not isinstance(before, Mapping) or not isinstance(after, dict):
+            continue
+        if before.get(key) != after.get(key) and before.get("origin") == after.get("origin"):
+            after.pop("origin", None)  # it says how to get what the file names, and another is meant
     return result
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.errors import ConfigError
 
+_FILE = ".lock"
 _held: set[Path] = set()
 
 
@@ -17,15 +19,16 @@ def locked(directory: Path) -> Iterator[None]:
     """Keep a run directory, which is made if it is missing, from every other process; within this one it nests.
 
     ConfigError if another process has it. The operating system gives the lock back when the process ends, in whatever
-    way; the file stays.
+    way; the file stays, unless the directory was made here and nothing else has been put into it: then both go.
     """
     place = directory.resolve()
     if place in _held:
         yield
         return
+    made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / ".lock").open("ab")
+        file = (directory / _FILE).open("ab")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror or error}", path=str(directory)) from None
     with file:
@@ -45,4 +48,7 @@ def locked(directory: Path) -> Iterator[None]:
             yield
         finally:
             _held.discard(place)
+            if made and os.listdir(directory) == [_FILE]:
+                (directory / _FILE).unlink()
+                directory.rmdir()
             fcntl.flock(file, fcntl.LOCK_UN)  # also for children that were forked and live on

@@ -7,10 +7,11 @@ an update and a save, the first Ctrl-C waits.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from precgraph.checkpoint import whole
-from trainer import checkpoint, loss
+from trainer import changes, checkpoint, loss
 from trainer.config import Config
-from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, TrainerError
+from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, MetricAssertionError, TrainerError
 from trainer.lock import locked
-from trainer.metrics import Alarms, Assertion, Record, Recorder, require_measured
-from trainer.models import device_of, limit_memory, load_policy, load_tokenizer
+from trainer.metrics import FOREIGN, Alarms, Assertion, Record, Recorder, require_measured
+from trainer.models import device_of, limit_memory, load_description, load_policy, load_tokenizer
 from trainer.optim import MasterOptimizer
 from trainer.precision import build_pair
 from trainer.record import measure
-from trainer.rollout import Collected, Collector, Rollout, build_rollout, sample_groups
+from trainer.rollout import Collected, Collector, Rollout, build_rollout, draw, require_engine, sample_groups
 from trainer.tasks import Stream, Task, encode, held_out, stop_ids, training
 from trainer.update import Result, Updater
+
+# Of these, 0 says that rollout and trainer agree bit for bit.
+NO_MISMATCH = tuple(
+    f"mismatch/{name}" for name in ("mean", "max", "k3", "kl", "prob_diff_mean", "prob_diff_max", "tokens_different")
+)
 
 
 class Trainer:
@@ -48,11 +54,17 @@ class Trainer:
         self.config, self.console = config, console or Console(stderr=True)
         self.assertions = [Assertion.parse(text) for text in config.metrics.asserts]
         require_measured(self.assertions, config)
+        _require_attainable(self.assertions, config)
+        self.device = device_of(config.model.device)
+        if rollout is None:
+            require_engine(config, self.device)
         self.task = task or training(config)
         torch.manual_seed(config.run.seed)
-        self.device = device_of(config.model.device)
         limit_memory(self.device, config.model.memory)
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
+        described = load_description(config.model) if model is None else model.config
+        context = getattr(described, "max_position_embeddings", None)
+        draw(config, self.task, self.tokenizer, Stream(len(self.task.items), config.run.seed), context)
         model = model if model is not None else load_policy(config.model)
         self.pair = build_pair(model.to(self.device), config)
         self.actor = self.pair.actor
@@ -64,10 +76,10 @@ class Trainer:
         self.optimizer = MasterOptimizer(self.actor.named_parameters(), config.optimizer)
         self.updater = Updater(self.pair, self.optimizer, config, self.device)
         self.alarms = Alarms(config.metrics, exact=self.pair.exact)
-        context = getattr(self.actor.config, "max_position_embeddings", None)
         self.stream = Stream(len(self.task.items), config.run.seed)
         self.collector = Collector(config, self.rollout, self.task, self.tokenizer, self.stops, self.stream, context)
         self.step = 0
+        self._restored = False
         self._interruptible = False
         self._interrupted = False
 
@@ -81,7 +93,7 @@ class Trainer:
 
     def _run(self, until: float | None) -> None:
         config, directory = self.config, self.config.directory
-        _prepare(directory, config, fresh=self.step == 0)
+        self._prepare()
         recorder = Recorder(directory, config.metrics, self.step, config.to_dict())
         try:
             with self._signals(), self._progress() as show:
@@ -100,6 +112,19 @@ class Trainer:
         finally:
             recorder.close()
             self.optimizer.close()
+
+    def _prepare(self) -> None:
+        """Write the configuration into the run directory, and what of it is new to a run that goes on; a run that
+        starts refuses a directory in which another has made a step."""
+        config, directory = self.config, self.config.directory
+        if self.step == 0 and not self._restored:
+            checkpoint.require_free(directory)
+            if (stale := checkpoint.path_of(directory, 0)).exists():
+                shutil.rmtree(stale)  # of other weights, it may be
+            (directory / changes.FILE).unlink(missing_ok=True)
+        elif (directory / "config.toml").exists():
+            changes.record(directory, self.step, changes.since(directory, self.step, config))
+        config.save(directory / "config.toml")
 
     def _guarded_step(self, show: Any) -> Record:
         """One step; whatever stops it before its update leaves the state of its start, saved."""
@@ -134,8 +159,9 @@ class Trainer:
         try:
             for assertion in self.assertions:
                 assertion.check(record)
-        except TrainerError:
+        except MetricAssertionError as error:
             self.save()
+            error.remedy = f"{self._resumable()} --set 'metrics.asserts=[]', or with what it should assert"
             raise
         if every and self.step % every == 0:
             show("saving")
@@ -256,6 +282,7 @@ class Trainer:
         self.actor.sync()
         self.actor.precgraph.store.version = state.weights_version
         self.step, self.stream.position = state.step, state.position
+        self._restored = True
         self.alarms.load(state.trends)
         checkpoint.set_random_state(state.random)
 
@@ -330,10 +357,13 @@ def _line(record: Record) -> str:
     )
 
 
-def _prepare(directory: Path, config: Config, *, fresh: bool) -> None:
-    """Write the configuration into the run directory; a fresh run refuses one that holds another run."""
-    if fresh and checkpoint.steps(directory)[-1:] not in ([], [0]):
-        raise ConfigError(
-            "already holds a run", path=str(directory), remedy="precgraph-train resume it, or choose another run.name"
-        )
-    config.save(directory / "config.toml")
+def _require_attainable(assertions: Sequence[Assertion], config: Config) -> None:
+    """ConfigError for an assertion of no mismatch where the arm has one by intent: the first step would break it."""
+    ours = {theirs: name for table in FOREIGN.values() for theirs, name in table.items()}
+    for a in assertions:
+        of_none = ours.get(a.name, a.name) in NO_MISMATCH and a.compare in ("==", "<=") and a.bound == 0
+        if of_none and config.precision.arm != "exact":
+            raise ConfigError(
+                f"metrics.asserts has {a.text!r}, and arm {config.precision.arm!r} has a mismatch by intent",
+                remedy="--set 'metrics.asserts=[]'",
+            )

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from precgraph.errors import InputError
-from precgraph.loading import Source, find, load_model
+from precgraph.loading import Source, find, load_config_model, load_model
 from trainer.config import ModelTable
 from trainer.errors import ConfigError
 
@@ -39,6 +39,12 @@ def load_policy(table: ModelTable) -> PreTrainedModel:
     if table.layers:
         cut(model, table.layers)
     return model
+
+
+def load_description(table: ModelTable) -> Any:
+    """The model's config, without its weights."""
+    _find(table)
+    return load_config_model(table.path).config
 
 
 def cut(model: Any, layers: int) -> None:

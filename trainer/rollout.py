@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
+
 from precgraph.runtime.engine import Engine
 from precgraph.runtime.sampling import SamplingParams
 from trainer.batch import Sample, fingerprint
@@ -88,6 +90,14 @@ class EmbeddedRollout:
             self._check = False  # the machine does not change between steps
 
 
+def require_engine(config: Config, device: torch.device) -> None:
+    """ConfigError if the engine cannot serve the configuration on that device: said before a model is loaded."""
+    if config.rollout.engine == "vllm":
+        from trainer.rollout_vllm import require_vllm
+
+        require_vllm(config, device)
+
+
 def build_rollout(pair: Pair, config: Config) -> Rollout:
     """The engine that ``rollout.engine`` names, for the pair's arm."""
     if config.rollout.engine == "vllm":
@@ -151,19 +161,9 @@ class Collector:
         return SamplingParams(table.max_tokens, table.temperature, table.top_p, table.top_k, self.stops)
 
     def _prompt(self, out: Collected) -> tuple[Item, list[int]]:
-        for _ in range(LONG_PROMPTS):
-            item = self.task.items[self.stream.next()]
-            ids = encode(self.tokenizer, item, self.config.task)
-            if not ids:
-                raise TaskError("the prompt has no tokens", path=item.id, remedy="check task.prompt")
-            if self.context is None or len(ids) + self.config.rollout.max_tokens <= self.context:
-                return item, ids
-            out.too_long += 1
-        raise TaskError(
-            f"{LONG_PROMPTS} prompts in a row exceed the context of {self.context} tokens with {len(ids)} tokens and "
-            f"rollout.max_tokens = {self.config.rollout.max_tokens}",
-            path=item.id, remedy="lower rollout.max_tokens or shorten the prompts",
-        )  # fmt: skip
+        item, ids, skipped = draw(self.config, self.task, self.tokenizer, self.stream, self.context)
+        out.too_long += skipped
+        return item, ids
 
     def _take(
         self,
@@ -189,6 +189,28 @@ class Collector:
     def text(self, tokens: Sequence[int]) -> str:
         """A response's text for the reward: without special tokens. The ids stay as they are."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def draw(
+    config: Config, task: Task, tokenizer: Any, stream: Stream, context: int | None
+) -> tuple[Item, list[int], int]:
+    """The stream's next prompt that leaves room for ``rollout.max_tokens`` in the context, and how many did not.
+    TaskError if none does."""
+    limit = config.rollout.max_tokens
+    for skipped in range(LONG_PROMPTS):
+        item = task.items[stream.next()]
+        ids = encode(tokenizer, item, config.task)
+        if not ids:
+            raise TaskError("the prompt has no tokens", path=item.id, remedy="check task.prompt")
+        if context is None or len(ids) + limit <= context:
+            return item, ids, skipped
+    assert context is not None  # nothing exceeds none
+    raise TaskError(
+        f"{LONG_PROMPTS} prompts in a row exceed the model's context of {context} tokens, this one with {len(ids)} "
+        f"tokens and rollout.max_tokens = {limit}",
+        path=item.id,
+        remedy="shorten the prompts" if len(ids) >= context else f"--set rollout.max_tokens={context - len(ids)} fits",
+    )
 
 
 def sample_groups(

@@ -7,6 +7,7 @@ sent. In the other arms it runs its own model, in bf16 or in its block FP8, and 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,13 +26,11 @@ BLOCK_SIZE = 16  # tokens in a block of rollout.cache_blocks, as in the embedded
 
 
 class ExactVllm:
-    """precgraph's program inside vLLM, on the actor's weight store. ConfigError without vLLM."""
+    """precgraph's program inside vLLM, on the actor's weight store."""
 
     def __init__(self, pair: Pair, config: Config) -> None:
-        try:
-            from precgraph.vllm import LLM
-        except ImportError as error:
-            raise _absent() from error
+        from precgraph.vllm import LLM
+
         with tempfile.TemporaryDirectory(prefix="precgraph-") as folder:
             _hf_config(pair.actor).save_pretrained(folder)
             self._llm = LLM(folder, actor=pair.actor, **_engine_args(pair.actor, config))
@@ -56,20 +55,13 @@ class ExactVllm:
 class StockVllm:
     """vLLM's own model with the actor's weights, in bf16 or, with ``quantization``, in its online block FP8.
 
-    Its log-probabilities are normalised again after top-p and top-k, so those are refused (ConfigError). On a CPU its
-    generators cannot be set for each request: draws then come from the engine's own, seeded with ``run.seed``.
+    Its log-probabilities are normalised again after top-p and top-k, so those are refused. On a CPU its generators
+    cannot be set for each request: draws then come from the engine's own, seeded with ``run.seed``.
     """
 
     def __init__(self, pair: Pair, config: Config, quantization: str | None = None) -> None:
-        if config.rollout.top_p < 1 or config.rollout.top_k > 0:
-            raise ConfigError(
-                "vLLM's own model reports log-probabilities of the truncated distribution",
-                path="rollout.top_p, top_k", remedy='leave them out, or set rollout.engine = "embedded"',
-            )  # fmt: skip
-        try:
-            import vllm
-        except ImportError as error:
-            raise _absent() from error
+        import vllm
+
         from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state
 
         self._actor, self._served = pair.actor, int(pair.actor.precgraph.store.version)
@@ -122,16 +114,25 @@ class StockVllm:
         self._engine.llm_engine.engine_core.shutdown()
 
 
-def vllm_rollout(pair: Pair, config: Config) -> ExactVllm | StockVllm:
-    """The engine of the configured arm; ConfigError for one that vLLM cannot run here."""
-    arm = config.precision.arm
-    if arm == "exact":
-        return ExactVllm(pair, config)
-    if arm == "bf16":
-        return StockVllm(pair, config)
-    if not _on_gpu(pair.actor):
+def require_vllm(config: Config, device: torch.device) -> None:
+    """ConfigError without vLLM, and for what it cannot run in the configured arm on that device."""
+    arm, table = config.precision.arm, config.rollout
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError("rollout.engine = 'vllm', but vLLM is not installed", remedy="pip install 'precgraph[vllm]'")
+    if arm != "exact" and (table.top_p < 1 or table.top_k > 0):
+        raise ConfigError(
+            "vLLM's own model reports log-probabilities of the truncated distribution", path="rollout.top_p, top_k",
+            remedy='leave them out, or set rollout.engine = "embedded"',
+        )  # fmt: skip
+    if arm not in ("exact", "bf16") and device.type != "cuda":
         raise ConfigError(f"arm {arm!r}: vLLM's own block FP8 needs a GPU", remedy='set rollout.engine = "embedded"')
-    return StockVllm(pair, config, "fp8_per_block")
+
+
+def vllm_rollout(pair: Pair, config: Config) -> ExactVllm | StockVllm:
+    """The engine of the configured arm, which :func:`require_vllm` has let pass."""
+    if config.precision.arm == "exact":
+        return ExactVllm(pair, config)
+    return StockVllm(pair, config, None if config.precision.arm == "bf16" else "fp8_per_block")
 
 
 # ------------------------------------------------------------------------------------------ helpers
@@ -197,7 +198,3 @@ def _hf_config(actor: Any) -> Any:
 
 def _on_gpu(actor: Any) -> bool:
     return bool(actor.precgraph.store.device.type == "cuda")
-
-
-def _absent() -> ConfigError:
-    return ConfigError("rollout.engine = 'vllm', but vLLM is not installed", remedy="pip install 'precgraph[vllm]'")

@@ -10,11 +10,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from tests.trainer import tiny
-from trainer import checkpoint
+from trainer import checkpoint, loop, rollout_vllm
+from trainer.changes import FILE
 from trainer.cli import app, guarded
+from trainer.config import load_run
 from trainer.errors import InterruptedRunError
+from trainer.loop import Trainer
 from trainer.metrics import read_records
 from trainer.plot import read_runs, rows
 
@@ -41,12 +45,18 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "c.toml"
 
 
-def test_a_run_in_parts(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_parts(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A part ends before a step that might take too long; the next one goes on."""
     run = tmp_path / "run"
     assert call("run", config, "--max-seconds", 0) == 0
-    assert f"0 of 2 steps; go on with: precgraph-train resume {run}".replace(" ", "") in _flat(capsys)
+    assert "no step was made: --max-seconds was over once the model was loaded.".replace(" ", "") in _flat(capsys)
     assert checkpoint.steps(run) == [0] and read_records(run) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", lambda self, until: setattr(self, "step", 1))
+        assert call("resume", run, "--max-seconds", 600) == 0
+    assert f"1 of 2 steps; go on with: precgraph-train resume {run}".replace(" ", "") in _flat(capsys)
     assert call("resume", run, "--max-seconds", 600) == 0 and checkpoint.steps(run) == [0, 1, 2]
     assert "done" in _flat(capsys)
 
@@ -116,14 +126,120 @@ def test_what_cannot_run_is_one_line_and_exit_2(
     assert message in error and "Traceback" not in error
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "precision.arm=mixed", "--assert", "mismatch/max == 0"],
+         "arm 'mixed' has a mismatch by intent; --set 'metrics.asserts=[]'"),
+        (["--set", "precision.arm=bf16", "--assert", "mismatch_kl/mean <= 0", "--metric-names", "prime"], "by intent"),
+        (["--set", "rollout.max_tokens=300"], "exceed the model's context of 256 tokens, this one with 4 tokens and "
+                                              "rollout.max_tokens = 300; --set rollout.max_tokens=252 fits"),
+        (["--set", "rollout.engine=vllm"], "vLLM is not installed; pip install 'precgraph[vllm]'"),
+        (["--set", "rollout.engine=vllm", "--set", "precision.arm=unified"], "vLLM's own block FP8 needs a GPU"),
+        (["--set", "rollout.engine=vllm", "--set", "precision.arm=bf16", "--set", "rollout.top_k=5"], "truncated"),
+    ],
+)  # fmt: skip
+def test_what_cannot_run_is_said_before_the_model_is_loaded(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str,
+) -> None:  # fmt: skip
+    """And leaves no directory, whose name would be taken."""
+    monkeypatch.setattr(loop, "load_policy", lambda table: pytest.fail("the model was loaded"))
+    absent = "not installed" in message
+    monkeypatch.setattr(rollout_vllm.importlib.util, "find_spec", lambda name: None if absent else name)
+    assert call("run", config, *arguments) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_directory_that_is_taken_is_said_before_the_model_is_loaded(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert call("run", config, "--max-seconds", 0) == 0
+    (run / "metrics.jsonl").write_text('{"step": 0}\n')  # of steps whose checkpoints somebody has removed
+    monkeypatch.setattr(loop, "load_policy", lambda table: pytest.fail("the model was loaded"))
+    assert call("run", config) == 2
+    assert f"{run}: already holds a run; precgraph-train resume {run}" in capsys.readouterr().err
+    assert (run / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_a_run_without_a_step_may_be_started_again(config: Path, tmp_path: Path) -> None:
+    """From its own weights, not from those that the first start has saved."""
+    assert call("run", config, "--max-seconds", 0) == 0
+    first = checkpoint.load(tmp_path / "run").weights
+    tiny.model(seed=1, layers=1).save_pretrained(tmp_path / "policy")
+    assert call("run", config, "--max-seconds", 0) == 0
+    second = checkpoint.load(tmp_path / "run").weights
+    assert not any(torch.equal(second[n], w) for n, w in first.items() if "proj" in n)
+
+
+def test_what_needs_no_torch_does_not_wait_for_it(tmp_path: Path) -> None:
+    """Help, and what is wrong with a configuration, in a process that could not import torch."""
+    tiny.settings(tmp_path / "run").save(tmp_path / "c.toml")
+    script = (
+        "import sys\nsys.modules['torch'] = None\nfrom trainer.cli import app, guarded\n"
+        "sys.exit(guarded(lambda: app(sys.argv[1:])))\n"
+    )
+    for arguments, code in (
+        (["--help"], 0), (["run", "--help"], 0), (["run", str(tmp_path / "c.toml"), "--set", "run.step=3"], 2),
+        (["resume", str(tmp_path / "nope")], 2), (["eval", str(tmp_path / "nope.toml")], 2),
+        (["export", str(tmp_path / "nope"), str(tmp_path / "out")], 2),
+    ):  # fmt: skip
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
+        assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+
+
+def test_a_broken_assertion_says_how_to_go_on(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A resume alone would meet it again."""
+    run = tmp_path / "run"
+    assert call("run", config, "--assert", "response/length > 99") == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert f"saved after 1 steps; go on with: precgraph-train resume {run} --set 'metrics.asserts=[]'" in said
+    assert call("resume", run, "--set", "metrics.asserts=[]") == 0 and len(read_records(run)) == 2
+
+
+@pytest.mark.parametrize("key", ["precision.arm=bf16", "precision.recipe=deepseek", "run.seed=9", "task.size=4"])
+def test_a_resumed_run_stays_the_run_that_it_was(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    assert call("run", config, "--max-seconds", 0) == 0
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+    assert call("resume", tmp_path / "run", "--set", key) == 2
+    said = capsys.readouterr().err
+    assert f"{key.partition('=')[0]} would change in the middle of the run; fork it: --into NEW_DIRECTORY" in said
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+
+
+def test_changed_keys_are_said_and_kept(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """config.toml alone would say that all steps were made as the last ones."""
+    run, fork = tmp_path / "run", tmp_path / "fork"
+    assert call("run", config, "--set", "run.steps=1") == 0 and not (run / FILE).exists()
+    capsys.readouterr()
+    assert call("resume", run, "--set", "run.steps=2", "--set", "optimizer.lr=2e-3") == 0
+    said = capsys.readouterr().err
+    assert "from step 1 on: run.steps = 2, before 1\nfrom step 1 on: optimizer.lr = 0.002, before 0.001\n" in said
+    first = {"step": 1, "changes": {"run.steps": [1, 2], "optimizer.lr": [0.001, 0.002]}}
+    assert [json.loads(line) for line in (run / FILE).read_text().splitlines()] == [first]
+    assert load_run(run).optimizer.lr == 2e-3
+    assert call("resume", run, "--set", "run.steps=3") == 0
+    second = {"step": 2, "changes": {"run.steps": [2, 3]}}
+    assert [json.loads(line) for line in (run / FILE).read_text().splitlines()] == [first, second]
+
+    # A fork is compared with the steps that it keeps, and may be of another seed.
+    assert call("resume", run, "--step", 1, "--into", fork, "--set", "run.seed=9", "--max-seconds", 0) == 0
+    changed = {"run.seed": [3, 9], "run.steps": [1, 3], "optimizer.lr": [0.001, 0.002]}
+    assert [json.loads(line) for line in (fork / FILE).read_text().splitlines()] == [{"step": 1, "changes": changed}]
+    (fork / FILE).write_text('{"step": 1}\n')
+    assert call("resume", fork) == 2 and "is no list of changes" in capsys.readouterr().err
+
+
 def test_directories_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("plot", "compare", "export"):
+    for command in ("plot", "compare", "export", "resume"):
         for directory, message in ((tmp_path, "holds no config.toml"), (tmp_path / "none", "no such directory")):
             assert call(command, directory, *([tmp_path / "model"] if command == "export" else [])) == 2
             error = capsys.readouterr().err
             assert f"{directory}: " in error and error.endswith(f"{message}; name a run directory\n")
-    for command in ("resume", "eval"):
-        assert call(command, tmp_path) == 2 and "Traceback" not in capsys.readouterr().err
+    assert call("eval", tmp_path) == 2 and "Traceback" not in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
 
 

@@ -88,6 +88,15 @@ def test_settings_apply_in_order_and_keep_the_rest() -> None:
     assert data == {"run": {"steps": 7, "seed": 1, "name": "a b"}, "task": {"params": {"digits": 2}}}
 
 
+def test_an_origin_is_of_what_the_file_names() -> None:
+    data = {"model": {"path": "a", "origin": "made by a"}, "task": {"data": "jsonl:a", "origin": "found at a"}}
+    assert override(data, ["model.path=a", "run.steps=2"]) == {**data, "run": {"steps": 2}}
+    assert override(data, ["model.path=b"]) == {"model": {"path": "b"}, "task": data["task"]}
+    assert override(data, ["task.data=jsonl:b"]) == {"model": data["model"], "task": {"data": "jsonl:b"}}
+    given = override(data, ["model.path=b", "model.origin=made by b"])
+    assert given["model"] == {"path": "b", "origin": "made by b"} and data["model"]["origin"] == "made by a"
+
+
 @pytest.mark.parametrize("setting", ["steps=3", "run.steps", "=3", "run.=3"])
 def test_malformed_settings(setting: str) -> None:
     with pytest.raises(ConfigError, match="table.key=value"):

@@ -23,6 +23,7 @@ import precgraph
 from precgraph.recipe import GradientRule
 from tests.trainer import tiny
 from trainer import checkpoint, loop, loss, precision
+from trainer.cli import verdict
 from trainer.errors import (
     AlignmentError,
     CheckpointError,
@@ -165,6 +166,11 @@ def test_the_other_arms_run_and_say_what_they_are(tmp_path: Path, arm: str) -> N
     record = made.train_step()
     assert record["mismatch/tokens"] > 0
     assert (record["graph/digest"] == record["rollout/digest"]) == (arm == "bf16")
+    said = verdict(made.pair, made.config)
+    assert f"allowed by arm {arm}: expect a mismatch" in said
+    assert said.startswith(
+        "one program, but kernels whose bits depend on the batch" if arm == "bf16" else "inconsistent:"
+    )
     if arm != "bf16":
         assert not made.pair.report.ok and 0 < record["mismatch/max"] < 0.5 and record["mismatch/first_position"] == 0
         assert record["correction/weight_mean"] != 1.0
@@ -534,7 +540,7 @@ def test_prompts_beyond_the_context_are_skipped_and_counted(tmp_path: Path) -> N
     long = [replace(i, question="9" * 300) if n % 2 else i for n, i in enumerate(task.items)]
     record = trainer(tmp_path, task=replace(task, items=long), rollout={"groups": 4}).train_step()
     assert record["data/too_long"] > 0 and record["data/position"] == 4 + record["data/too_long"]
-    with pytest.raises(TaskError, match="exceed the context of 256 tokens"):
+    with pytest.raises(TaskError, match="exceed the model's context of 256 tokens.*shorten the prompts"):
         trainer(tmp_path, task=replace(task, items=long[1::2])).train_step()
 
 

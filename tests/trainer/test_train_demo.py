@@ -1,8 +1,7 @@
-"""The demo of examples/: what it may remove, and what it must leave."""
+"""The demo of examples/: where its run goes, and that nothing which is there is touched."""
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ PATH = Path(__file__).parents[2] / "examples" / "train_demo.py"
 
 @pytest.fixture
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, in an empty working directory, and unable to teach: what it may remove it has removed by then."""
+    """The module, in an empty working directory, and unable to teach: where its run goes is settled by then."""
     pytest.importorskip("reasoning_gym")
     spec = importlib.util.spec_from_file_location("train_demo", PATH)
     assert spec is not None and spec.loader is not None
@@ -38,29 +37,32 @@ def start(demo: Any, monkeypatch: pytest.MonkeyPatch, *settings: str) -> int:
     return guarded(demo.main)
 
 
-def test_what_is_no_run_of_the_demo_stays(
+def test_what_is_there_stays(
     demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine, other = tmp_path / "mine", tmp_path / "runs" / "demo"
+    """A directory that was named is refused; beside a run of the demo's own name another one is made."""
+    mine, runs = tmp_path / "mine", tmp_path / "runs"
     mine.mkdir()
     (mine / "thesis.tex").write_text("years of work")
-    other.mkdir(parents=True)
-    load(demo.CONFIG).save(other / "config.toml")  # precgraph-train run examples/configs/demo.toml
-    for directory in (mine, other, mine / "thesis.tex"):
+    for directory in (mine, mine / "thesis.tex"):
         assert start(demo, monkeypatch, f"run.dir={directory}") == 2
-        assert f"{directory}: holds no run of this demo" in capsys.readouterr().err
-    assert start(demo, monkeypatch, f"model.path={mine}") == 2 and "exists already" in capsys.readouterr().err
-    assert start(demo, monkeypatch) == 2 and "starts to teach" in capsys.readouterr().err
-    assert (mine / "thesis.tex").exists() and (other / "config.toml").exists()
+        assert f"{directory}: exists already; name another directory" in capsys.readouterr().err
+    assert start(demo, monkeypatch, f"model.path={mine}") == 2
+    assert f"{mine}: exists already; name a model.path" in capsys.readouterr().err
+    for number, place in enumerate(("train-demo", "train-demo-2", "train-demo-3"), 1):
+        assert demo.free_place(load(demo.CONFIG, [f"run.name={demo.NAME}"])).directory == Path("runs") / place
+        assert start(demo, monkeypatch) == 2
+        said = capsys.readouterr().err
+        assert "starts to teach" in said and (f"this run goes to runs/{place}" in said) == (number > 1)
+        (runs / place).mkdir(parents=True)
+        (runs / place / "config.toml").write_text(str(number))
+    assert [(p / "config.toml").read_text() for p in sorted(runs.iterdir())] == ["1", "2", "3"]
+    assert (mine / "thesis.tex").exists()
 
 
-def test_its_own_last_run_makes_room(demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for settings in ([], [f"run.dir={tmp_path / 'elsewhere'}"]):
-        config = load(demo.CONFIG, [f"run.name={demo.NAME}", *settings])
-        config.directory.mkdir(parents=True)
-        config.save(config.directory / "config.toml")
-        with (config.directory / ".lock").open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # as another process that trains there
-            assert start(demo, monkeypatch, *settings) == 2 and (config.directory / "config.toml").exists()
-        start(demo, monkeypatch, *settings)
-        assert not config.directory.exists()
+def test_an_empty_directory_is_free(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert start(demo, monkeypatch, f"run.dir={tmp_path / 'empty'}") == 2
+    assert "starts to teach" in capsys.readouterr().err

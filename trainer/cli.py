@@ -276,7 +276,7 @@ def verdict(pair: Any, config: Config) -> str:
     if pair.report.ok:  # what it compares is alike, and yet they are not exact
         same = pair.program.precgraph.graph.digest() == pair.digest
         found = "one program, but kernels whose bits depend on the batch" if same else "two programs of other digests"
-    return f"{found}\n[yellow]allowed by {why}: expect a mismatch, and watch it[/yellow]"
+    return f"{found}\n[yellow]allowed by {why}: log-probabilities may differ, watch them[/yellow]"
 
 
 def _fork_records(source: Path, target: Path, step: int) -> None:

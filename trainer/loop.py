@@ -358,12 +358,12 @@ def _line(record: Record) -> str:
 
 
 def _require_attainable(assertions: Sequence[Assertion], config: Config) -> None:
-    """ConfigError for an assertion of no mismatch where the arm has one by intent: the first step would break it."""
+    """ConfigError for an assertion of no mismatch in an arm that is not made for it: the first step would break it."""
     ours = {theirs: name for table in FOREIGN.values() for theirs, name in table.items()}
     for a in assertions:
         of_none = ours.get(a.name, a.name) in NO_MISMATCH and a.compare in ("==", "<=") and a.bound == 0
         if of_none and config.precision.arm != "exact":
             raise ConfigError(
-                f"metrics.asserts has {a.text!r}, and arm {config.precision.arm!r} has a mismatch by intent",
+                f"metrics.asserts has {a.text!r}, which arm {config.precision.arm!r} does not promise",
                 remedy="--set 'metrics.asserts=[]'",
             )

@@ -130,8 +130,8 @@ def test_what_cannot_run_is_one_line_and_exit_2(
     ("arguments", "message"),
     [
         (["--set", "precision.arm=mixed", "--assert", "mismatch/max == 0"],
-         "arm 'mixed' has a mismatch by intent; --set 'metrics.asserts=[]'"),
-        (["--set", "precision.arm=bf16", "--assert", "mismatch_kl/mean <= 0", "--metric-names", "prime"], "by intent"),
+         "which arm 'mixed' does not promise; --set 'metrics.asserts=[]'"),
+        (["--set", "precision.arm=bf16", "--assert", "mismatch_kl/mean <= 0", "--metric-names", "prime"], "does not promise"),
         (["--set", "rollout.max_tokens=300"], "exceed the model's context of 256 tokens, this one with 4 tokens and "
                                               "rollout.max_tokens = 300; --set rollout.max_tokens=252 fits"),
         (["--set", "rollout.engine=vllm"], "vLLM is not installed; pip install 'precgraph[vllm]'"),

@@ -15,11 +15,12 @@ from typer.testing import CliRunner, Result
 from precgraph import Recipe
 from precgraph.cli import app
 from precgraph.errors import InputError
-from precgraph.fix.environment import best, distance, environment_file
+from precgraph.fix.environment import environment_file
 from precgraph.fix.plan import Change, Plan
 from precgraph.fix.recipe import follow
 from precgraph.fix.skips import edited, find_list, rewrite
 from precgraph.stacks import STACKS
+from precgraph.stacks.settings import best, distance
 
 COMMENTED = """# our recipe
 name = "mine"  # a name
@@ -286,11 +287,11 @@ def test_the_fewest_variables_that_help_and_no_guess() -> None:
     def recipes(env: Any) -> tuple[Recipe, Recipe]:
         return (jet, jet) if env.get("A") == "1" or env.get("B") == "1" else (jet, far)
 
-    assert best({"A": "1"}, {}, recipes) == {"A": "1"}
-    assert best({"C": "1"}, {}, recipes) == {}
-    assert best({"A": "1", "C": "1"}, {}, recipes) == {"A": "1"}
-    assert best({"A": "1", "B": "1"}, {}, recipes) == "set either A=1, or B=1"
-    assert best({"B": "1"}, {"A": "1"}, recipes) == {}
+    assert best({"A": "1"}, {}, recipes) == [{"A": "1"}]
+    assert best({"C": "1"}, {}, recipes) == []
+    assert best({"A": "1", "C": "1"}, {}, recipes) == [{"A": "1"}]
+    assert best({"A": "1", "B": "1"}, {}, recipes) == [{"A": "1"}, {"B": "1"}]
+    assert best({"B": "1"}, {"A": "1"}, recipes) == []
 
 
 def test_an_environment_file_that_says_it_all_is_left_alone(folder: Path) -> None:

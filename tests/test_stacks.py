@@ -31,7 +31,8 @@ from precgraph.quantizer import quantize
 from precgraph.recipe import LINEAR_FORMATS, AttentionRule, LinearRule, NormRule
 from precgraph.stacks import STACKS, Request, find, get
 from precgraph.stacks.matching import exact, path, regex_or_glob, skips, substring
-from precgraph.stacks.pair import Side, explain, linear_modules, parse, resolve
+from precgraph.stacks.pair import Side, linear_modules, parse, resolve
+from precgraph.stacks.remedies import explain
 from precgraph.trace import trace
 from precgraph.verify import Report, check_inclusion
 from precgraph.verify.rules import RULES
@@ -58,7 +59,7 @@ def check(train: str | Side, infer: str | Side, env: Mapping[str, str] = NO_ENV)
     named = [parse(side) if isinstance(side, str) else side for side in (train, infer)]
     sides = resolve(named[0], named[1], MODULES, env)
     graphs = [lowered(TRACED, mode, side.recipe) for mode, side in zip(("train", "infer"), sides, strict=True)]
-    return explain(check_inclusion(graphs[0], graphs[1]), *sides)
+    return explain(check_inclusion(graphs[0], graphs[1]), sides, MODULES, env)
 
 
 def stack(name: str, **options: Any) -> Side:
@@ -132,7 +133,9 @@ def test_with_fp32_scales_everywhere_what_is_left_is_the_rule() -> None:
     report = check("te", "vllm", env)
     assert differing(report, weights=True) == _RULES
     assert differing(report, weights=False) == {"scale_rule", "amax_floor"}
-    assert all("TransformerEngine has no switch" in f.remedy for f in report.violations)
+    for f in report.violations:  # of the division of weights nothing is said, so one side has to take the other's rules
+        wanted = "each have rules of their own" if "divide" in f.attributes else "TransformerEngine has no switch"
+        assert wanted in f.remedy and "FP32_SCALES" not in f.remedy
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -259,6 +262,32 @@ def test_requantised_weights_and_the_power_of_two_default(tmp_path: Path) -> Non
     quiet = check("deep_gemm", str(tmp_path), {"VLLM_USE_DEEP_GEMM_E8M0": "0"})
     assert differing(quiet, weights=True) == set()
     assert differing(quiet, weights=False) == _RULES
+
+
+@pytest.mark.parametrize("train", ["jet_rl", "deep_gemm", "te"])
+def test_a_variable_is_the_remedy_where_it_settles_all_that_differs(train: str, tmp_path: Path) -> None:
+    """Elsewhere the words say what it leaves, or what else is to be done."""
+    checkpoint(tmp_path, {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"})
+    seen: Counter[str] = Counter()
+    for infer in ("vllm", str(tmp_path)):
+        findings = check(train, infer).violations
+        text = " ".join(f.remedy for f in findings)
+        env = dict(re.findall(r"(NVTE_FP8_BLOCK_SCALING_FP32_SCALES|VLLM_USE_DEEP_GEMM_E8M0)=(\d)", text))
+        left = {f.module: set(f.attributes) for f in check(train, infer, env).violations}
+        for f in findings:
+            gone = set(f.attributes) - left.get(f.module, set())
+            alone = re.search(r"settles (.*) alone\)", f.remedy)
+            if f.remedy.startswith("set ") and "; and " not in f.remedy:
+                seen["all"] += 1
+                assert gone == set(f.attributes)
+            elif f.remedy.startswith("set "):
+                seen["and more"] += 1
+                assert gone and left[f.module]
+            else:
+                seen["some" if gone else "none"] += 1
+                assert gone == (set(alone[1].split(", ")) if alone else set()) and left[f.module]
+    assert seen["some"] or seen["and more"]
+    assert (seen["all"] > 0) == (train != "te")
 
 
 def test_an_engine_in_another_dtype() -> None:

@@ -68,7 +68,8 @@ def _graphs(
     """The report of level graph in an environment, what its document says besides, and what could mend it."""
     with progress() as step:
         step("reading the recipes")
-        from precgraph.stacks.pair import explain, linear_modules, parse, resolve_for
+        from precgraph.stacks.pair import linear_modules, parse, resolve_for
+        from precgraph.stacks.remedies import explain
         from precgraph.verify.rules import RULES
 
         named = parse(train), parse(infer)
@@ -94,7 +95,8 @@ def _graphs(
         step("building the rollout program")
         infer_graph = lowered(own[named[1].checkpoint] or traced, "infer", recipes[1], backend, device)
         step("comparing")
-        report = explain(compare(train_graph, infer_graph), *sides)
+        modules = linear_modules(traced.graph)
+        report = explain(compare(train_graph, infer_graph), sides, modules, env)
         if stored.fp8 and not any(side.checkpoint for side in named):
             report = report.with_weights_open(
                 RULES["stored quantised"],
@@ -118,7 +120,7 @@ def _graphs(
     def plan() -> Plan:
         from precgraph.fix import plan_graph
 
-        return plan_graph(report, sides, linear_modules(traced.graph), env, Path())
+        return plan_graph(report, sides, modules, env, Path())
 
     return report, context, plan
 

@@ -79,7 +79,8 @@ def _run(
     from precgraph.environment import record
     from precgraph.lowering.lower import backend_name
     from precgraph.probe import compare_runs, compare_with_capture, load_pair, parameter_hashes
-    from precgraph.stacks.pair import explain
+    from precgraph.stacks.pair import linear_modules
+    from precgraph.stacks.remedies import explain
     from precgraph.verify.rules import RULES
 
     stored = Capture(infer) if infer.endswith(SUFFIX) else None
@@ -98,7 +99,7 @@ def _run(
             writer.parameters(parameter_hashes(graph, pair.store))
             outcome = compare_runs(pair.run("train", ids), pair.run("infer", ids), ids, step, writer)
     if not stored:
-        report = explain(outcome.report, *pair.sides)
+        report = explain(outcome.report, pair.sides, linear_modules(pair.trace.graph), os.environ)
         if Path(infer).is_dir():
             report = report.with_weights_open(
                 RULES["not captured"],

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from precgraph.checkpoint import Checkpoint
 from precgraph.checkpoint.fp8 import CODES
 from precgraph.errors import PrecGraphError
-from precgraph.fix.environment import best, environment_file
+from precgraph.fix.environment import environment_file, in_words
 from precgraph.fix.plan import Change, Plan
 from precgraph.fix.recipe import follow
 from precgraph.fix.skips import Place, edited, find_list, rewrite
 from precgraph.recipe import Recipe
 from precgraph.stacks import Built, Request
-from precgraph.stacks.pair import Resolved, Side, resolve
+from precgraph.stacks.pair import Resolved, Side
+from precgraph.stacks.settings import ways
 from precgraph.verify.report import Report
 
 
@@ -152,19 +152,9 @@ def _names(verb: str, modules: Sequence[str]) -> str:
 def _fix_environment(
     plan: Plan, sides: tuple[Resolved, Resolved], modules: Sequence[str], env: Mapping[str, str], folder: Path
 ) -> None:
-    stacks = [r.side.stack for r in sides if r.side.stack]
-    candidates = {name: value for stack in stacks for name, value in stack.settings.items()}
-    if not candidates:
-        return
-    named = [replace(r.side, recipe=None) if r.side.stack else r.side for r in sides]
-
-    def recipes(environment: Mapping[str, str]) -> tuple[Recipe, Recipe]:
-        train, infer = resolve(named[0], named[1], modules, environment)
-        return train.recipe, infer.recipe
-
-    found = best(candidates, env, recipes)
-    if isinstance(found, str):
-        plan.by_hand.append(found)
-    elif found and (change := environment_file(folder, found)) is not None:
+    found = ways(sides, modules, env)
+    if len(found) > 1:
+        plan.by_hand.append("set either " + ", or ".join(in_words(way.variables) for way in found))
+    elif found and (change := environment_file(folder, found[0].variables)) is not None:
         plan.changes.append(change)
-        plan.environment = found
+        plan.environment = found[0].variables

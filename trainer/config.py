@@ -53,7 +53,8 @@ class ModelTable:
 @dataclass(frozen=True, slots=True)
 class TaskTable:
     """``data``: ``reasoning_gym:FAMILY``, ``jsonl:PATH`` or ``python:MODULE:FUNCTION``; ``params`` go to the family or
-    the function. ``reward``: empty for the data's own verifier, or ``MODULE:FUNCTION``. ``answer`` says where a
+    the function. ``size``: so many items, the first of a file; 0: all of it, and 1000 of what a family or a function
+    makes. ``reward``: empty for the data's own verifier, or ``MODULE:FUNCTION``. ``answer`` says where a
     response's answer is: ``whole``, ``last_number``, ``last_line``, ``tag`` (``<answer>``) or ``boxed``. ``prompt``
     holds ``{question}``; with ``chat`` it goes through the tokenizer's chat template. ``origin`` says how to get the
     data, and is the remedy when a file is not there."""
@@ -61,7 +62,7 @@ class TaskTable:
     data: str = "reasoning_gym:chain_sum"
     origin: str = ""
     params: dict[str, Any] = field(default_factory=dict)
-    size: int = 1000
+    size: int = 0
     seed: int = 0
     reward: str = ""
     answer: str = "last_number"
@@ -74,8 +75,8 @@ class TaskTable:
 
 @dataclass(frozen=True, slots=True)
 class EvalTable:
-    """Held-out items (``data`` empty: the task's own, drawn with another seed), sampled at ``temperature`` (0:
-    greedy)."""
+    """Held-out items (``data`` empty: the task's own, drawn with another seed, and left out of the training items),
+    sampled at ``temperature`` (0: greedy)."""
 
     data: str = ""
     items: int = 64

@@ -1,31 +1,29 @@
 """Tasks: where questions come from, how a prompt is made of one, and what a response is worth.
 
 Three sources: families of reasoning-gym by name, a JSONL file of questions and answers (checked with math-verify), and
-any Python callable. Text exists only on the way in and for the reward; ids are never made from decoded text.
+any Python callable. Text exists only on the way in and for the reward; ids are never made from decoded text. What
+answers are worth is in :mod:`trainer.rewards`.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import math
 import random
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from numbers import Real
+from numbers import Number, Real
 from pathlib import Path
 from typing import Any
 
 from precgraph.strict_json import lines, sound
 from trainer.config import Config, TaskTable
 from trainer.errors import ConfigError, RewardError, TaskError, nearest
+from trainer.rewards import Scorer, exact_scorer, family_scorer, math_scorer
 
-Scorer = Callable[["Item", str], float]
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-_LATEX_BOX = "\\boxed{"
+GENERATED = 1000  # items of a source that makes them, unless task.size says how many
+LARGEST = 1e6  # reward: with much larger ones, sums of squares overflow far from the function that gave them
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Task:
     note: str = ""
 
     def score(self, item: Item, response: str) -> float:
-        """The reward; RewardError, naming the item, if the scorer raises or returns no finite number."""
+        """The reward; RewardError, naming the item, if the scorer raises or returns no number within ±``LARGEST``."""
         try:
             value = self.scorer(item, response)
         except (Exception, SystemExit) as error:  # an exit would end the run as if it were done
@@ -57,44 +55,50 @@ class Task:
                 f"the reward of {self.name} raised {_words(error)}",
                 path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
             ) from error  # fmt: skip
-        with suppress(OverflowError):  # an integer that no float holds
-            if isinstance(value, Real) and math.isfinite(value):
-                return float(value)
+        if isinstance(value, Real) and -LARGEST <= value <= LARGEST:
+            return float(value)
         raise RewardError(
-            f"the reward of {self.name} is {value!r}, not a finite number",
+            f"the reward of {self.name} is {_short(value)}, not a finite number within ±{LARGEST:.0e}",
             path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
         )  # fmt: skip
 
 
-def load_task(table: TaskTable, *, data: str = "", seed: int | None = None, size: int | None = None) -> Task:
-    """The task of a configuration, or, for evaluation, of other ``data``, ``seed`` or ``size``."""
+def load_task(
+    table: TaskTable, *, data: str = "", seed: int | None = None, size: int | None = None, drawn: bool = False
+) -> Task:
+    """The task of a configuration, or, for evaluation, of other ``data``, ``seed`` or ``size``. Of a source with more
+    items than ``size`` the first are taken, or, if ``drawn``, those that the seed draws."""
     name = data or table.data
     kind, _, rest = name.partition(":")
-    size, seed = size or table.size, table.seed if seed is None else seed
+    seed, size = table.seed if seed is None else seed, table.size if size is None else size
+    own = _own_reward(table)
+    items: Sequence[Item]
     if kind == "reasoning_gym" and rest:
-        items, scorer = _reasoning_gym(rest, table, seed, size)
+        arguments: dict[str, Any] = {"family": rest, "seed": seed, "size": size or GENERATED, "params": table.params}
+        items, scorer = _family(**arguments), own or family_scorer(table.answer, **arguments)
     elif kind == "jsonl" and rest:
-        items, scorer = _jsonl(Path(rest), table), _math_scorer(table.answer)
-        items = items[:size]
+        items, scorer = _jsonl(Path(rest), table), own or math_scorer(table.answer)
     elif kind == "python" and ":" in rest:
-        items, scorer = _python(rest, table, seed, size)
+        items, scorer = _python(rest, table, seed, size or GENERATED), own or exact_scorer(table.answer)
     else:
         raise ConfigError(
             f"task.data = {name!r} names no source",
             remedy="write reasoning_gym:FAMILY, jsonl:PATH or python:MODULE:FUNCTION",
         )
-    if table.reward:
-        function = resolve(table.reward, "task.reward")
-        scorer = lambda item, response: function(item.question, item.answer, response)  # noqa: E731
     if not items:
-        raise TaskError(f"{name} has no items", remedy="check the file, or raise task.size")
-    return Task(name, items, scorer)
+        raise TaskError(f"{name} has no items", remedy="check what it reads or makes")
+    note = f"{len(items)} items"
+    if size and len(items) > size:
+        note = f"{size} of {len(items)} items"
+        places = random.Random(seed).sample(range(len(items)), size) if drawn else range(size)
+        items = _Part(items, sorted(places))
+    return Task(name, items, scorer, note)
 
 
 def held_out(config: Config) -> Task:
-    """The items that a run is evaluated on."""
+    """The items that a run is evaluated on: of a source that has them as they are, as many as the seed draws."""
     table = config.eval
-    return load_task(config.task, data=table.data, seed=table.seed, size=table.items)
+    return load_task(config.task, data=table.data, seed=table.seed, size=table.items, drawn=True)
 
 
 def training(config: Config) -> Task:
@@ -105,13 +109,13 @@ def training(config: Config) -> Task:
     kept = [i for i, item in enumerate(task.items) if item.question not in asked]
     if len(kept) == len(task.items):
         return task
-    count = f"{len(task.items) - len(kept)} of {len(task.items)} training items ask what held-out items ask"
+    note = f"{task.note}; {len(task.items) - len(kept)} of them ask what held-out items ask, and are left out"
     if len(kept) < config.rollout.groups:
         raise TaskError(
-            f"{count}; {len(kept)} are left, and a step needs rollout.groups = {config.rollout.groups}",
+            f"{note}; {len(kept)} stay, and a step needs rollout.groups = {config.rollout.groups}",
             path=task.name, remedy="raise task.size, lower eval.items, or name other items with eval.data",
         )  # fmt: skip
-    return replace(task, items=_Part(task.items, kept), note=f"{count}, and are left out")
+    return replace(task, items=_Part(task.items, kept), note=note)
 
 
 @dataclass(frozen=True)
@@ -152,15 +156,29 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
     return result
 
 
+def _own_reward(table: TaskTable) -> Scorer | None:
+    if not table.reward:
+        return None
+    function = resolve(table.reward, "task.reward")
+    return lambda item, response: function(item.question, item.answer, response)
+
+
 def _words(error: BaseException) -> str:
     """An error of somebody's own code, in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
+def _short(value: object) -> str:
+    try:
+        return repr(value)[:80]
+    except ValueError:  # Python writes no integer of thousands of digits
+        return f"a huge {type(value).__name__}"
+
+
 # ----------------------------------------------------------------------------------------- sources
 
 
-def _reasoning_gym(family: str, table: TaskTable, seed: int, size: int) -> tuple[Sequence[Item], Scorer]:
+def _family(family: str, seed: int, size: int, params: dict[str, Any]) -> Sequence[Item]:
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -169,14 +187,10 @@ def _reasoning_gym(family: str, table: TaskTable, seed: int, size: int) -> tuple
     if family not in DATASETS:
         raise ConfigError(f"reasoning-gym has no family {family!r}{nearest(family, DATASETS)}")
     try:
-        dataset = reasoning_gym.create_dataset(family, seed=seed, size=size, **table.params)
+        dataset = reasoning_gym.create_dataset(family, seed=seed, size=size, **params)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(f"task.params do not fit {family}: {error}") from error
-
-    def score(item: Item, response: str) -> float:
-        return float(dataset.score_answer(answer=extract(response, table.answer), entry=dict(item.entry)))
-
-    return _Lazy(dataset, family), score
+    return _Lazy(dataset, family)
 
 
 class _Lazy(Sequence[Item]):
@@ -223,8 +237,16 @@ def _jsonl(path: Path, table: TaskTable) -> list[Item]:
                     path=place,
                     remedy="set task.question_key and task.answer_key",
                 )
-        items.append(Item(place, str(entry[table.question_key]), _final(str(entry[table.answer_key])), entry))
+        question, answer = (_text(entry[key], key, place) for key in (table.question_key, table.answer_key))
+        items.append(Item(place, question, _final(answer), entry))
     return items
+
+
+def _text(value: object, key: str, place: str) -> str:
+    """A question or an answer: text, or a number, as its text."""
+    if isinstance(value, str) or (isinstance(value, Number) and not isinstance(value, bool)):
+        return str(value)
+    raise TaskError(f"{key!r} is {_short(value)}, neither text nor a number", path=place)
 
 
 def _final(answer: str) -> str:
@@ -232,82 +254,30 @@ def _final(answer: str) -> str:
     return answer.rsplit("####", 1)[-1].strip()
 
 
-def _python(path: str, table: TaskTable, seed: int, size: int) -> tuple[list[Item], Scorer]:
+def _python(path: str, table: TaskTable, seed: int, size: int) -> list[Item]:
     function = resolve(path, "task.data")
     words = ", ".join(("size", "seed", *table.params))
     try:
-        made = function(size=size, seed=seed, **table.params)
-        rows = made if isinstance(made, Sequence) else list(made)
+        rows = list(function(size=size, seed=seed, **table.params))
     except (Exception, SystemExit) as error:
         raise TaskError(
             f"task.data = 'python:{path}' raised {_words(error)}",
             remedy=f"it was called with {words} by name; --debug shows where it raised",
         ) from error
     items = []
-    for index, row in enumerate(rows[:size]):
+    for index, row in enumerate(rows):
+        place = f"{path}/{index}"
         if isinstance(row, Mapping) and {"question", "answer"} <= row.keys():
-            items.append(Item(f"{path}/{index}", str(row["question"]), str(row["answer"]), row))
+            entry, question, answer = row, row["question"], row["answer"]
         elif isinstance(row, tuple) and len(row) == 2:
-            items.append(Item(f"{path}/{index}", str(row[0]), str(row[1])))
+            entry, (question, answer) = {}, row
         else:
             raise TaskError(
                 f"item {index} of {path} is {row!r:.80}",
                 remedy="yield (question, answer) pairs, or tables with both keys",
             )
-    return items, _exact_scorer(table.answer)
-
-
-# ----------------------------------------------------------------------------------------- scorers
-
-
-def extract(response: str, where: str) -> str:
-    """The answer in a response: ``whole``, ``last_number``, ``last_line``, ``tag`` or ``boxed``; empty if absent."""
-    if where == "whole":
-        return response.strip()
-    if where == "last_line":
-        return next((line.strip() for line in reversed(response.splitlines()) if line.strip()), "")
-    if where == "tag":
-        found = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
-        return str(found[-1]).strip() if found else ""
-    if where == "boxed":
-        return _boxed(response)
-    numbers = _NUMBER.findall(response)
-    return numbers[-1].replace(",", "") if numbers else ""
-
-
-def _boxed(text: str) -> str:
-    start = text.rfind(_LATEX_BOX)
-    if start < 0:
-        return ""
-    depth, begin = 1, start + len(_LATEX_BOX)
-    for i in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[begin:i].strip()
-    return ""
-
-
-def _exact_scorer(where: str) -> Scorer:
-    return lambda item, response: float(extract(response, where) == item.answer.strip())
-
-
-def _math_scorer(where: str) -> Scorer:
-    """1 if math-verify finds the answer equal to the reference."""
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise TaskError("math-verify is not installed", remedy="pip install 'precgraph[trainer]'") from error
-
-    def score(item: Item, response: str) -> float:
-        answer = response if where == "whole" else extract(response, where)
-        if not answer:
-            return 0.0
-        # Timeouts would need signals, which only the main thread may set.
-        gold = parse(f"${item.answer}$", parsing_timeout=None)
-        given = parse(answer if where == "whole" else f"${answer}$", parsing_timeout=None)
-        return float(verify(gold, given, timeout_seconds=None))
-
-    return score
+        items.append(Item(place, _text(question, "question", place), _text(answer, "answer", place), entry))
+    return items
 
 
 # ----------------------------------------------------------------------------------------- prompts
@@ -323,7 +293,13 @@ def encode(tokenizer: Any, item: Item, table: TaskTable) -> list[int]:
     messages = [{"role": "user", "content": text}]
     if table.system:
         messages.insert(0, {"role": "system", "content": table.system})
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    try:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    except Exception as error:  # a template is code: jinja's errors, and what its expressions raise
+        raise ConfigError(
+            f"the tokenizer's chat template raised {_words(error)}",
+            remedy='set task.system = "" or task.chat = false' if table.system else "set task.chat = false",
+        ) from error
     return [int(i) for i in ids]
 
 

@@ -30,13 +30,13 @@ def validate(c: Config) -> None:
     for name in c.metrics.names:
         _choice("metrics.names", name, ("trl", "verl", "nemo", "prime"))
     for path in (
-        "run.steps", "task.size", "rollout.groups", "rollout.max_tokens", "rollout.max_rounds", "rollout.max_sequences",
+        "run.steps", "rollout.groups", "rollout.max_tokens", "rollout.max_rounds", "rollout.max_sequences",
         "rollout.max_batch_tokens", "algorithm.epochs", "algorithm.batches", "eval.items", "eval.samples",
     ):  # fmt: skip
         _at_least(c, path, 1)
     _at_least(c, "rollout.samples", 2, "a group of one has no spread, and so no advantage")
     for path in (
-        "run.seed", "run.save_every", "run.keep", "run.eval_every", "model.layers", "rollout.top_k",
+        "run.seed", "task.size", "run.save_every", "run.keep", "run.eval_every", "model.layers", "rollout.top_k",
         "rollout.cache_blocks", "algorithm.kl", "algorithm.clip_low", "algorithm.clip_high", "optimizer.lr",
         "algorithm.overlong_buffer", "algorithm.overlong_penalty", "optimizer.weight_decay", "optimizer.clip",
         "optimizer.warmup", "eval.temperature", "metrics.threshold", "metrics.samples", "train.cell_tokens",
@@ -49,6 +49,7 @@ def validate(c: Config) -> None:
         "greedy samples do not differ, so nothing can be learned",
     )
     _require(c.run.seed < 2**63, "run.seed", "must be below 2**63")
+    _require(-(2**63) <= c.eval.seed < 2**63, "eval.seed", "must be a number of 64 bits")
     _require(0 < c.model.memory <= 1, "model.memory", "must be above 0 and at most 1")
     _require(0 < c.rollout.top_p <= 1, "rollout.top_p", "must be above 0 and at most 1")
     _require(c.algorithm.clip_low <= 1, "algorithm.clip_low", "must be at most 1")
@@ -56,6 +57,10 @@ def validate(c: Config) -> None:
     _require(0 <= c.optimizer.beta1 < 1 and 0 <= c.optimizer.beta2 < 1, "optimizer.beta1, beta2", "must be in 0 .. 1")
     _require(c.optimizer.eps > 0, "optimizer.eps", "must be above 0")
     _require("{question}" in c.task.prompt, "task.prompt", "must hold {question}")
+    _require(
+        c.task.chat or not c.task.system, "task.system", "is read with task.chat = true only",
+        'set it to "", or write it into task.prompt',
+    )  # fmt: skip
     for path, value in (("micro_batch_tokens", c.train.micro_batch_tokens), ("cell_tokens", c.train.cell_tokens)):
         _require(
             value % BLOCK == 0 and value >= 0, f"train.{path}", f"must be a multiple of {BLOCK}",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
 import sys
+import time
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -14,10 +16,12 @@ import pytest
 from rich.console import Console
 
 from tests.trainer import tiny
+from trainer import rewards
 from trainer.config import Config, TaskTable, load
 from trainer.errors import ConfigError, RewardError, TaskError
 from trainer.loop import Trainer
-from trainer.tasks import Item, Stream, encode, extract, held_out, load_task, stop_ids, training
+from trainer.rewards import extract, math_scorer
+from trainer.tasks import Item, Stream, encode, held_out, load_task, stop_ids, training
 
 DEMO = Path(__file__).parents[2] / "examples" / "configs" / "demo.toml"
 
@@ -31,6 +35,21 @@ DEMO = Path(__file__).parents[2] / "examples" / "configs" / "demo.toml"
         ("about 1,234.5 of them", "last_number", "1234.5"),
         ("1/2 of it", "last_number", "1/2"),
         ("none", "last_number", ""),
+        ("2-3", "last_number", "3"),
+        ("x-3 and (2)-3", "last_number", "3"),
+        ("=-3", "last_number", "-3"),
+        ("\u22123", "last_number", "-3"),
+        ("2\u22123", "last_number", "3"),
+        (".5", "last_number", "0.5"),
+        ("-.5", "last_number", "-0.5"),
+        ("...5", "last_number", "5"),
+        ("7.", "last_number", "7"),
+        ("5,6", "last_number", "6"),
+        ("1,234,567", "last_number", "1234567"),
+        ("1,2345", "last_number", "2345"),
+        ("1234,567", "last_number", "567"),
+        ("0,123", "last_number", "123"),
+        ("1/2.5", "last_number", "2.5"),
         ("so\nthe answer\n\n", "last_line", "the answer"),
         ("<answer>a</answer> no, <answer> b\n</answer>", "tag", "b"),
         ("<answer>a", "tag", ""),
@@ -91,6 +110,10 @@ def test_jsonl_with_math_verify(tmp_path: Path) -> None:
         ('{"question": "a", "answr": "b"}', "answr"),
         ("[" * 100_000, "nested too deeply"),
         ("\xff", "not valid JSON"),
+        ('{"question": "a", "answer": null}', "jsonl:1: 'answer' is None, neither text nor a number"),
+        ('{"question": "a", "answer": ["b"]}', "'answer' is .'b'., neither"),
+        ('\n{"question": {"a": "b"}, "answer": "b"}', "jsonl:2: 'question' is .'a': 'b'., neither"),
+        ('{"question": "a", "answer": true}', "'answer' is True, neither"),
     ],
 )
 def test_jsonl_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
@@ -145,6 +168,17 @@ def test_callables_that_are_not_there(module: Any, path: str, message: str) -> N
         load_task(TaskTable(data="python:made_up_task:items"))
 
 
+@pytest.mark.parametrize("row", [(None, None), {"question": "1?", "answer": None}, ("1?", ["1"])])
+def test_items_are_texts_or_numbers(module: Any, row: Any) -> None:
+    rows: list[Any] = [("1?", 1), ("2?", 0.5)]
+    module.items = lambda size, seed: rows
+    task = load_task(TaskTable(data="python:made_up_task:items"))
+    assert [item.answer for item in task.items] == ["1", "0.5"]
+    rows.append(row)
+    with pytest.raises(TaskError, match="made_up_task:items/2: .*neither text nor a number"):
+        load_task(TaskTable(data="python:made_up_task:items"))
+
+
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
 def test_a_source_that_raises_names_task_data(module: Any, error: type[BaseException]) -> None:
     def lazy(size: int, seed: int) -> Any:
@@ -173,11 +207,17 @@ def test_a_module_that_raises_names_its_key(tmp_path: Path, monkeypatch: pytest.
         load_task(TaskTable(data="python:broken_task_module:items"))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, 10**400, None, "1", [1.0]])
+@pytest.mark.parametrize(
+    "value",
+    [math.nan, math.inf, -1e308, 1.1e6, 10**400, 10**5000, None, "1", [1.0]],
+    ids=lambda value: type(value).__name__,  # the largest cannot be written
+)
 def test_a_reward_that_is_no_number_names_the_item(value: Any) -> None:
+    """Nor is one whose square no sum holds: the gradient would be NaN, and nothing say why."""
     task = tiny.task(lambda item, text: value)
-    with pytest.raises(RewardError, match="sum/2.*not a finite number.*began 'xyz'"):
+    with pytest.raises(RewardError, match="sum/2.*not a finite number within.*began 'xyz'"):
         task.score(task.items[2], "xyz")
+    assert tiny.task(lambda item, text: -1e6).score(task.items[2], "xyz") == -1e6
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
@@ -188,6 +228,62 @@ def test_a_reward_that_raises_names_the_item(error: type[BaseException]) -> None
     task = tiny.task(scorer)
     with pytest.raises(RewardError, match=f"sum/2.*{error.__name__}"):
         task.score(task.items[2], "xyz")
+
+
+# -------------------------------------------------------------------------------------- verifiers
+
+
+def test_no_answer_holds_up_math_verify(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Some of these end in no lifetime, some ask for all memory, and no exception interrupts a power."""
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr(rewards, "SECONDS", 0.5)
+    score, item = math_scorer("boxed"), Item("x/1", "q", "42")
+    begin = time.process_time()
+    for text in ("9^{9^{9^9}}", "10^{10^{10}}", "99999999!", r"\binom{10000000}{5000000}", r"\sum_{i=1}^{10^8} i^i"):
+        assert score(item, rf"\boxed{{{text}}}") == 0.0
+        assert score(item, r"\boxed{\frac{84}{2}}") == 1.0  # the next response has a verifier again
+    assert time.process_time() - begin < 0.5  # this process waits
+    assert [r.getMessage() for r in caplog.records] == [
+        "x/1: a response scores 0, for math_verify took more than 0.5 s; further ones are not mentioned"
+    ]
+
+
+def test_an_interrupted_answer_is_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+    score, item = math_scorer("whole"), Item("x", "q", "42")
+    assert score(item, "42") == 1.0
+    ask = rewards._ask
+
+    def interrupted(process: Any, value: Any) -> Any:
+        process.stdin.write(rewards.pickle.dumps(value))
+        process.stdin.flush()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rewards, "_ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        score(item, "42")
+    monkeypatch.setattr(rewards, "_ask", ask)
+    assert score(item, "41") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("family", "answer"), [("prime_factorization", "abc"), ("game_of_life", "{}"), ("coin_flip", "1e999")]
+)
+def test_what_a_family_cannot_read_scores_0(family: str, answer: str, caplog: pytest.LogCaptureFixture) -> None:
+    gym = pytest.importorskip("reasoning_gym")
+    task = load_task(TaskTable(data=f"reasoning_gym:{family}", size=2, answer="whole"))
+    item = task.items[1]
+    with pytest.raises((ValueError, LookupError, OverflowError)):
+        gym.create_dataset(family, seed=0, size=2).score_answer(answer=answer, entry=dict(item.entry))
+    assert [task.score(item, text) for text in (answer, item.answer, answer)] == [0.0, 1.0, 0.0]
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert caplog.records[0].getMessage().startswith(f"{family}/1: a response scores 0, for reasoning_gym raised ")
+
+
+def test_a_verifier_that_does_not_start_is_an_error() -> None:
+    verifier = rewards.Verifier("reasoning_gym", family="no_such_family", seed=0, size=1, params={})
+    with pytest.raises(TaskError, match="does not start: it raised .*no_such_family"):
+        verifier.score(Item("x", "q", "1"), "1", {})
 
 
 # --------------------------------------------------------------------------------------- held out
@@ -206,7 +302,7 @@ def test_no_question_is_both_learned_and_held_out() -> None:
     assert len(held.items) == 100 and asked < set(questions(drawn))
     assert questions(kept) == [q for q in questions(drawn) if q not in asked]
     left_out = 1000 - len(kept.items)
-    assert kept.note == f"{left_out} of 1000 training items ask what held-out items ask, and are left out"
+    assert kept.note == f"1000 items; {left_out} of them ask what held-out items ask, and are left out"
     assert questions(training(config)) == questions(kept)  # as a resumed run draws them
     item = kept.items[0]
     assert kept.score(item, item.answer) == 1.0
@@ -223,12 +319,34 @@ def test_held_out_items_of_any_source_are_left_out(module: Any, held: str, left:
     config = Config.from_dict(table)
     kept = training(config)
     assert len(kept.items) == left and not set(questions(kept)) & set(questions(held_out(config)))
-    assert kept.note.startswith(f"{8 - left} of 8 training items ask" if left < 8 else "") and bool(kept.note) == (
-        left < 8
-    )
+    note = f"; {8 - left} of them ask what held-out items ask, and are left out" if left < 8 else ""
+    assert kept.note == "8 items" + note
     if left < 8:
-        with pytest.raises(TaskError, match=rf"{left} are left, and a step needs rollout.groups = 7.*lower eval.items"):
+        with pytest.raises(TaskError, match=rf"{left} stay, and a step needs rollout.groups = 7.*lower eval.items"):
             training(Config.from_dict(table | {"rollout": {"groups": 7}}))
+
+
+@pytest.mark.parametrize("source", ["jsonl", "python"])
+def test_rows_without_a_seed_are_split_by_one(module: Any, tmp_path: Path, source: str) -> None:
+    """All rows are taken, and of a sorted file the held-out ones are not its beginning."""
+    rows = [{"question": f"{i}?", "answer": i} for i in range(1500)]
+    module.items = lambda size, seed: rows
+    path = tmp_path / "d.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    task = {"data": f"jsonl:{path}" if source == "jsonl" else "python:made_up_task:items", "reward": "math:hypot"}
+    config = Config.from_dict({"task": task})
+    kept, held = training(config), held_out(config)
+    assert len(held.items) == 64 and len(kept.items) == 1500 - 64
+    assert set(questions(kept)) | set(questions(held)) == {f"{i}?" for i in range(1500)}
+    assert kept.note == "1500 items; 64 of them ask what held-out items ask, and are left out"
+    places = [int(item.answer) for item in held.items]
+    assert places == sorted(places) and places[0] < 300 and places[-1] > 1200
+    assert questions(held_out(config)) == questions(held)
+    other = Config.from_dict({"task": task, "eval": {"seed": 1}})
+    assert questions(held_out(other)) != questions(held)
+    assert set(questions(training(other))).isdisjoint(questions(held_out(other)))
+    cut = load_task(Config.from_dict({"task": {**task, "size": 1000}}).task)
+    assert questions(cut) == [f"{i}?" for i in range(1000)] and cut.note == "1000 of 1500 items"
 
 
 def test_a_run_learns_from_what_is_left_and_says_so(module: Any, tmp_path: Path) -> None:
@@ -237,7 +355,7 @@ def test_a_run_learns_from_what_is_left_and_says_so(module: Any, tmp_path: Path)
     console = Console(file=io.StringIO(), width=200)
     made = Trainer(config, model=tiny.model(layers=1), tokenizer=tiny.tokenizer(), console=console)
     made.run(until=0.0)
-    assert "4 of 8 training items ask what held-out items ask, and are left out\n" in console.file.getvalue()
+    assert "8 items; 4 of them ask what held-out items ask, and are left out\n" in console.file.getvalue()
     made.evaluate()
     assert questions(made.task) == ["4+4=", "5+5=", "6+6=", "7+7="] and made.stream.count == 4
     assert questions(made._held_out) == ["0+0=", "1+1=", "2+2=", "3+3="]
@@ -260,6 +378,35 @@ def test_prompts_by_template_and_plain() -> None:
     tokenizer.chat_template = TEMPLATE
     got = tokenizer.decode(encode(tokenizer, item, TaskTable(system="be brief")))
     assert got == "Bsystem:be brief.user:1+1=.A"  # the template's own start token, once
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('System role not supported') if messages[0]['role'] == 'system' }}",
+        "{% if messages[0]['role'] == 'system' %}{{ 1 + 'a' }}{% endif %}",
+        "{% if messages[0]['role'] == 'system' %}{{ none_such.role }}{% endif %}",
+    ],
+)
+def test_a_template_that_raises_is_named_with_the_remedy(template: str) -> None:
+    tokenizer, item = tiny.tokenizer(), Item("i", "1+1=", "2")
+    tokenizer.chat_template = TEMPLATE + template
+    assert encode(tokenizer, item, TaskTable())
+    with pytest.raises(ConfigError, match='chat template raised .*task.system = "" or task.chat = false') as caught:
+        encode(tokenizer, item, TaskTable(system="be brief"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_that_is_none_is_named() -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for"
+    with pytest.raises(ConfigError, match=r"chat template raised TemplateSyntaxError.*; set task.chat = false$"):
+        encode(tokenizer, Item("i", "1+1=", "2"), TaskTable())
+
+
+def test_a_system_prompt_without_a_template_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task.system is read with task.chat = true only"):
+        Config.from_dict({"task": {"system": "be brief", "chat": False}})
 
 
 def test_every_end_token_counts_and_zero_is_one() -> None:

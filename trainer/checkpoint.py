@@ -57,7 +57,7 @@ def seed(value: int) -> None:
     """Seed every generator that a process has one of: torch's, Python's and numpy's, from which a reward may draw."""
     torch.manual_seed(value)
     random.seed(value)
-    np.random.seed([value & 0xFFFFFFFF, value >> 32])
+    np.random.seed([value & 0xFFFFFFFF, value >> 32 & 0xFFFFFFFF])  # of any sign
 
 
 def random_state() -> dict[str, Tensor]:

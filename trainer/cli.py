@@ -109,7 +109,7 @@ def resume(
                 f"step {step} is not the last checkpoint, and going on from it would overwrite what follows",
                 path=str(directory), remedy="fork it: --into NEW_DIRECTORY",
             )  # fmt: skip
-        if into is not None and (into / "metrics.jsonl").exists():
+        if into is not None and ((into / "metrics.jsonl").exists() or checkpoint.steps(into)):
             raise ConfigError("already holds a run", path=str(into), remedy="name a new directory for the fork")
         changes = since(directory, last, resolved)
         if into is None:

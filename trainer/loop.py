@@ -2,11 +2,12 @@
 
 State changes only in the update and between steps. Whatever happens before the update (a reward that raises, an engine
 that dies, Ctrl-C) leaves the state of the step's start, which is then saved: the run can be resumed from there. During
-an update and a save, the first Ctrl-C waits.
+an update and a save, the first Ctrl-C waits. An evaluation begins when its step is saved and recorded.
 """
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import signal
 import threading
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
@@ -23,14 +24,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from precgraph.checkpoint import whole
 from trainer import changes, checkpoint, loss
 from trainer.config import Config
-from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, MetricAssertionError, TrainerError
+from trainer.errors import (
+    ConfigError,
+    InconsistentError,
+    InterruptedRunError,
+    MetricAssertionError,
+    TaskError,
+    TrainerError,
+)
 from trainer.lock import locked
-from trainer.metrics import FOREIGN, Alarms, Assertion, Record, Recorder, require_measured
+from trainer.metrics import FOREIGN, Alarms, Assertion, Record, Recorder, read_records, require_measured, require_seen
 from trainer.models import device_of, limit_memory, load_description, load_policy, load_tokenizer
 from trainer.optim import MasterOptimizer
 from trainer.precision import build_pair
 from trainer.record import measure
-from trainer.rollout import Collected, Collector, Rollout, build_rollout, draw, require_engine, sample_groups
+from trainer.rollout import Collected, Collector, Rollout, build_rollout, draw, fits, require_engine, sample_groups
 from trainer.tasks import Stream, Task, encode, held_out, stop_ids, training
 from trainer.update import Result, Updater
 
@@ -58,8 +66,8 @@ class Trainer:
         self.device = device_of(config.model.device)
         if rollout is None:
             require_engine(config, self.device)
+        checkpoint.seed(config.run.seed)
         self.task = task or training(config)
-        torch.manual_seed(config.run.seed)
         limit_memory(self.device, config.model.memory)
         self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
         described = load_description(config.model) if model is None else model.config
@@ -99,16 +107,20 @@ class Trainer:
             with self._signals(), self._progress() as show:
                 if self.task.note:
                     self.console.print(self.task.note)
-                if self.step == 0 and not checkpoint.steps(directory):
-                    self.save()
+                self.save()  # of a run that starts, or forks
+                if until is None or time.monotonic() < until:
+                    self._evaluate(recorder, show)  # what broke off
                 longest = 0.0
                 while self.step < config.run.steps and (until is None or time.monotonic() + longest < until):
                     start = time.monotonic()
                     record = self._guarded_step(show)
-                    longest = max(longest, time.monotonic() - start)
                     recorder.write(record)
                     self._after(record, show)
+                    self._evaluate(recorder, show)
+                    longest = max(longest, time.monotonic() - start)
             self.save()
+            if self.step >= config.run.steps:
+                require_seen(self.assertions, read_records(directory))
         finally:
             recorder.close()
             self.optimizer.close()
@@ -145,17 +157,28 @@ class Trainer:
             self.step = step  # it may be past an update that was skipped
             checkpoint.set_random_state(random)
             self.save()
-            if isinstance(error, KeyboardInterrupt):
-                raise InterruptedRunError(f"interrupted; {self._resumable()}") from None
-            if isinstance(error, TrainerError | RuntimeError):
-                self.console.print(f"[yellow]{self._resumable()}[/yellow]")
-            raise
+            self._leave(error)
+
+    def _leave(self, error: BaseException) -> NoReturn:
+        """Raise what stopped the run in a state that is saved, and say where to go on."""
+        if isinstance(error, KeyboardInterrupt):
+            raise InterruptedRunError(f"interrupted; {self._resumable()}") from None
+        if isinstance(error, TrainerError | RuntimeError):
+            self.console.print(f"[yellow]{self._resumable()}[/yellow]")
+        raise error
 
     def _after(self, record: Record, show: Any) -> None:
         """Alarms, assertions and the periodic checkpoint."""
         every = self.config.run.save_every
         for alarm in record["alarms"]:
             self.console.print(f"[yellow]step {record['step']}: {alarm}[/yellow]")
+        self._require(record)
+        if every and self.step % every == 0:
+            show("saving")
+            self.save()
+
+    def _require(self, record: Record) -> None:
+        """MetricAssertionError, with the state saved, if the record breaks an assertion."""
         try:
             for assertion in self.assertions:
                 assertion.check(record)
@@ -163,9 +186,27 @@ class Trainer:
             self.save()
             error.remedy = f"{self._resumable()} --set 'metrics.asserts=[]', or with what it should assert"
             raise
-        if every and self.step % every == 0:
-            show("saving")
-            self.save()
+
+    def _evaluate(self, recorder: Recorder, show: Any) -> None:
+        """The evaluation that is due after the last step, if its record lacks it. Whatever happens in it, the step is
+        saved; a run that is resumed begins with it."""
+        every, last = self.config.run.eval_every, recorder.last
+        if not every or self.step % every or last.get("step") != self.step - 1 or "eval/pass_rate" in last:
+            return
+        show("eval")
+        self.save()
+        try:
+            self._interruptible = True
+            if self._interrupted:
+                raise KeyboardInterrupt
+            record = {"step": last["step"], **self.evaluate()}
+            self._interruptible = False
+        except BaseException as error:
+            self._interruptible = False
+            self._leave(error)
+        recorder.write(record)
+        show(None, line=_evaluation_line(record))
+        self._require(record)
 
     def _resumable(self) -> str:
         return f"saved after {self.step} steps; go on with: precgraph-train resume {self.config.directory}"
@@ -190,11 +231,8 @@ class Trainer:
         result.seconds |= {"rollout": rolled, "step": time.perf_counter() - begin}
         record = measure(self, collected, result, version)
         self.step += 1
-        if self.config.run.eval_every and self.step % self.config.run.eval_every == 0:
-            show("eval")
-            record |= self.evaluate()
         record["alarms"] = self.alarms.check(record)
-        show(None, record=record)
+        show(None, line=_line(record))
         return record
 
     def _require_one_program(self) -> None:
@@ -226,26 +264,41 @@ class Trainer:
     # ------------------------------------------------------------------------------------ evaluate
     @torch.no_grad()
     def evaluate(self) -> Record:
-        """Held-out items: ``eval/pass_rate``, ``eval/reward``, ``eval/length``. Draws nothing from the run's
-        streams."""
-        table = self.config.eval
-        if not hasattr(self, "_held_out"):
-            self._held_out = held_out(self.config)
-        task, items = self._held_out, range(min(table.items, len(self._held_out.items)))
-        prompts = [(task.items[i], encode(self.tokenizer, task.items[i], self.config.task)) for i in items]
-        params = self.collector.params(table.temperature)
+        """Held-out items: ``eval/pass_rate``, ``eval/reward``, ``eval/length``, and ``eval/too_long``, how many were
+        left out because the model's context has no room for their prompt and response; TaskError if all were.
+
+        What is drawn follows from ``eval.seed``: the run's own streams stay as they are."""
+        table, state = self.config.eval, checkpoint.random_state()
+        try:
+            if not hasattr(self, "_held_out"):
+                checkpoint.seed(table.seed)
+                self._held_out = held_out(self.config)
+            checkpoint.seed(table.seed)
+            return self._evaluated(self._held_out)
+        finally:
+            checkpoint.set_random_state(state)
+
+    def _evaluated(self, task: Task) -> Record:
+        table, collector, limit = self.config.eval, self.collector, self.config.rollout.max_tokens
+        asked = [(i, encode(self.tokenizer, i, self.config.task)) for i in itertools.islice(task.items, table.items)]
+        prompts = [(item, ids) for item, ids in asked if fits(ids, limit, collector.context)]
+        if not prompts:
+            raise TaskError(
+                f"no held-out prompt leaves room for rollout.max_tokens = {limit} in the model's context of "
+                f"{collector.context} tokens",
+                path=task.name, remedy="shorten the prompts, or lower rollout.max_tokens",
+            )  # fmt: skip
         self.rollout.wake()
-        groups = sample_groups(self.rollout, prompts, table.samples, params, (table.seed,))
+        groups = sample_groups(self.rollout, prompts, table.samples, collector.params(table.temperature), (table.seed,))
         self.rollout.sleep()
-        texts = [
-            (item, self.collector.text(c.token_ids)) for (item, _), g in zip(prompts, groups, strict=True) for c in g
-        ]
+        texts = [(item, collector.text(c.token_ids)) for (item, _), g in zip(prompts, groups, strict=True) for c in g]
         rewards = [task.score(item, text) for item, text in texts]
         lengths = [len(c.token_ids) for g in groups for c in g]
         return {
             "eval/pass_rate": sum(r >= 1 for r in rewards) / len(rewards),
             "eval/reward": sum(rewards) / len(rewards),
             "eval/length": sum(lengths) / len(lengths),
+            "eval/too_long": len(asked) - len(prompts),
         }
 
     # --------------------------------------------------------------------------------------- state
@@ -332,13 +385,13 @@ class Trainer:
         with Progress(*columns, console=self.console) as bar:
             task = bar.add_task(self.config.run.name, total=self.config.run.steps, completed=self.step, phase="")
 
-            def show(phase: str | None, record: Record | None = None) -> None:
+            def show(phase: str | None, line: str | None = None) -> None:
                 if self._interrupted:
                     phase = "stopping once the update is whole; Ctrl-C again stops at once"
                 try:
                     bar.update(task, completed=self.step, phase=phase or "")
-                    if record is not None:
-                        bar.console.print(_line(record), soft_wrap=True, highlight=False)
+                    if line is not None:
+                        bar.console.print(line, soft_wrap=True, highlight=False)
                 except OSError:
                     if not self.console.quiet:  # else the terminal has gone while this was written
                         raise
@@ -348,12 +401,20 @@ class Trainer:
 
 def _line(record: Record) -> str:
     """A step in one line of the terminal."""
-    off = record["mismatch/max"]
+    off, compared = record["mismatch/max"], record["mismatch/tokens"]
     return (
         f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  pass {record['reward/pass_rate']:.2f}  len "
         f"{record['response/length']:.0f}  cut {record['response/truncated']:.2f}  ent {record['entropy/mean']:.3f}  "
-        f"max|Δ| {f'{off:.1e}' if off else '0.0'}  {record['time/step']:.1f} s"
-        + (f"  eval {record['eval/pass_rate']:.2f}" if "eval/pass_rate" in record else "")
+        f"max|Δ| {f'{off:.1e}' if off else '0.0' if compared else 'not measured'}  {record['time/step']:.1f} s"
+    )
+
+
+def _evaluation_line(record: Record) -> str:
+    """An evaluation, in the columns of its step."""
+    return (
+        f"step {record['step']:>4}  reward {record['eval/reward']:.3f}  pass {record['eval/pass_rate']:.2f}  len "
+        f"{record['eval/length']:.0f}  of held-out items"
+        + (f", {left} too long" if (left := record["eval/too_long"]) else "")
     )
 
 

@@ -202,7 +202,7 @@ def draw(
         ids = encode(tokenizer, item, config.task)
         if not ids:
             raise TaskError("the prompt has no tokens", path=item.id, remedy="check task.prompt")
-        if context is None or len(ids) + limit <= context:
+        if fits(ids, limit, context):
             return item, ids, skipped
     assert context is not None  # nothing exceeds none
     raise TaskError(
@@ -211,6 +211,11 @@ def draw(
         path=item.id,
         remedy="shorten the prompts" if len(ids) >= context else f"--set rollout.max_tokens={context - len(ids)} fits",
     )
+
+
+def fits(prompt: Sequence[int], limit: int, context: int | None) -> bool:
+    """Whether the model's context has room for a prompt and a response of ``limit`` tokens."""
+    return context is None or len(prompt) + limit <= context
 
 
 def sample_groups(

@@ -229,6 +229,8 @@ def test_changed_keys_are_said_and_kept(config: Path, tmp_path: Path, capsys: py
     assert call("resume", run, "--step", 1, "--into", fork, "--set", "run.seed=9", "--max-seconds", 0) == 0
     changed = {"run.seed": [3, 9], "run.steps": [1, 3], "optimizer.lr": [0.001, 0.002]}
     assert [json.loads(line) for line in (fork / FILE).read_text().splitlines()] == [{"step": 1, "changes": changed}]
+    (fork / "metrics.jsonl").unlink()  # its checkpoint alone is one of other steps, it may be
+    assert call("resume", run, "--step", 1, "--into", fork) == 2 and "already holds a run" in capsys.readouterr().err
     (fork / FILE).write_text('{"step": 1}\n')
     assert call("resume", fork) == 2 and "is no list of changes" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import os
+import random
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -223,6 +225,17 @@ def test_a_directory_with_a_run_is_not_overwritten(tmp_path: Path) -> None:
         ).restore(tmp_path)
 
 
+def test_a_fork_has_its_checkpoint_before_its_first_step(tmp_path: Path) -> None:
+    """A kill in that step would leave nothing else to go on from."""
+    trainer(tmp_path / "run").run()
+    fork = trainer(tmp_path / "fork", run={"save_every": 0})
+    fork.restore(tmp_path / "run", 1)
+    seen: list[list[int]] = []
+    wrap(fork, lambda call, c: [seen.append(checkpoint.steps(tmp_path / "fork")), c][1])
+    fork.run()
+    assert seen == [[1]]
+
+
 def test_export_is_a_hugging_face_directory(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -349,19 +362,84 @@ def resumed(tmp_path: Path, task: Any = None, **tables: Any) -> Trainer:
     return made
 
 
-def test_a_fault_in_an_evaluation_after_a_skipped_update_keeps_the_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = trainer(tmp_path, task=tiny.task(lambda item, text: 0.0), run={"steps": 1, "eval_every": 1})
+@pytest.mark.parametrize("fault", ["reward", "signal"])
+def test_what_stops_an_evaluation_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The step is recorded and saved before; the run that is resumed begins with the evaluation, and is the one that
+    was never stopped."""
+    tables: dict[str, Any] = {"run": {"steps": 3, "save_every": 0, "eval_every": 2}}
+    monkeypatch.setattr(loop, "held_out", lambda config: tiny.task(lambda i, text: float(fault_now())))
+    stopping = True
 
-    def fail() -> Record:
-        raise RewardError("broke off")
+    def fault_now() -> float:
+        if stopping and fault == "reward":
+            raise ValueError("no verdict")
+        if stopping:
+            os.kill(os.getpid(), signal.SIGINT)
+        return random.random()
 
-    monkeypatch.setattr(made, "evaluate", fail)
-    with pytest.raises(RewardError):
+    made = trainer(tmp_path / "parts", **tables)
+    with pytest.raises(RewardError if fault == "reward" else InterruptedRunError):
         made.run()
-    assert made.optimizer.steps == 0 and read_records(tmp_path) == []
-    assert [(s, checkpoint.load(tmp_path, s).position) for s in checkpoint.steps(tmp_path)] == [(0, 0)]
+    (first, second) = read_records(tmp_path / "parts")
+    assert checkpoint.steps(tmp_path / "parts") == [0, 2] and "eval/reward" not in first | second
+    stopping = False
+    again = weights(resumed(tmp_path / "parts", **tables))
+    whole = trainer(tmp_path / "whole", **tables)
+    whole.run()
+    records = read_records(tmp_path / "parts")
+    assert lasting(records) == lasting(read_records(tmp_path / "whole")) and equal(again, weights(whole))
+    assert [("eval/reward" in r, r["step"]) for r in records] == [(False, 0), (True, 1), (False, 2)]
+
+
+def test_held_out_prompts_beyond_the_context_are_left_out_and_counted(tmp_path: Path) -> None:
+    made, task = trainer(tmp_path), tiny.task(count=4)
+    made._held_out = replace(task, items=[replace(task.items[0], question="9" * 300), *task.items[1:]])
+    assert made.evaluate()["eval/too_long"] == 1
+    made._held_out = replace(task, items=made._held_out.items[:1])
+    with pytest.raises(TaskError, match=r"no held-out prompt leaves room.* = 12 .*context of 256 tokens"):
+        made.evaluate()
+
+
+def test_an_assertion_breaks_on_what_an_evaluation_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "held_out", lambda config: tiny.task(lambda i, text: 0.0))
+    tables: dict[str, Any] = {"run": {"eval_every": 1}, "metrics": {"asserts": ["eval/reward > 0"]}}
+    with pytest.raises(MetricAssertionError, match="step 0: eval/reward is 0"):
+        trainer(tmp_path, **tables).run()
+    assert read_records(tmp_path)[0]["eval/reward"] == 0.0 and checkpoint.steps(tmp_path)[-1] == 1
+
+
+def test_an_assertion_that_no_step_could_break_fails_at_the_end(tmp_path: Path) -> None:
+    """No response of this run is longer than 8 tokens, and might have been."""
+    tables: dict[str, Any] = {"metrics": {"asserts": ["mismatch/position/8-16 == 0"]}, "rollout": {"max_tokens": 9}}
+    made = trainer(tmp_path, **tables)
+    wrap(made, lambda call, c: [short(x, 8) for x in c])
+    with pytest.raises(MetricAssertionError, match="no step of the run has measured mismatch/position/8-16"):
+        made.run()
+    assert checkpoint.steps(tmp_path)[-1] == len(read_records(tmp_path)) == 2
+
+
+def short(completion: Any, limit: int) -> Any:
+    kept = {k: getattr(completion, k)[:limit] for k in ("token_ids", "logprobs", "kept_mass")}
+    return replace(completion, **kept)
+
+
+def test_rewards_that_draw_are_the_same_in_a_resumed_run(tmp_path: Path) -> None:
+    """From Python's generator and numpy's, which a run seeds as it does torch's."""
+    task = tiny.task(lambda item, text: random.gauss(0, 1) + np.random.standard_normal())
+    whole = trainer(tmp_path / "whole", task=task, run={"steps": 3})
+    whole.run()
+    trainer(tmp_path / "parts", task=task, run={"steps": 1}).run()
+    random.seed(99)
+    np.random.seed(99)
+    made = trainer(tmp_path / "parts", task=task, run={"steps": 3})
+    made.restore(tmp_path / "parts")
+    made.run()
+    records = read_records(tmp_path / "parts")
+    assert lasting(records) == lasting(read_records(tmp_path / "whole"))
+    assert len({r["reward/mean"] for r in records}) == 3
+    other = trainer(tmp_path / "other", task=task, run={"steps": 1, "seed": 4})
+    other.run()
+    assert read_records(tmp_path / "other")[0]["reward/mean"] != records[0]["reward/mean"]
 
 
 @pytest.mark.parametrize(
@@ -584,7 +662,8 @@ def test_evaluation_leaves_the_run_alone(tmp_path: Path) -> None:
     made._held_out = made.task
     before = (checkpoint.random_state(), made.stream.position)
     got = made.evaluate()
-    assert set(got) == {"eval/pass_rate", "eval/reward", "eval/length"} and 0 < got["eval/length"] <= 12
+    assert set(got) == {"eval/pass_rate", "eval/reward", "eval/length", "eval/too_long"} and got["eval/too_long"] == 0
+    assert 0 < got["eval/length"] <= 12
     assert equal(before[0], checkpoint.random_state()) and made.stream.position == before[1]
     assert made.evaluate() == got
 

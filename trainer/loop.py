@@ -37,7 +37,7 @@ from trainer.metrics import FOREIGN, Alarms, Assertion, Record, Recorder, read_r
 from trainer.models import device_of, limit_memory, load_description, load_policy, load_tokenizer
 from trainer.optim import MasterOptimizer
 from trainer.precision import build_pair
-from trainer.record import measure
+from trainer.record import log_tokens, measure
 from trainer.rollout import Collected, Collector, Rollout, build_rollout, draw, fits, require_engine, sample_groups
 from trainer.tasks import Stream, Task, encode, held_out, stop_ids, training
 from trainer.update import Result, Updater
@@ -230,6 +230,8 @@ class Trainer:
         self._interruptible = False
         result.seconds |= {"rollout": rolled, "step": time.perf_counter() - begin}
         record = measure(self, collected, result, version)
+        if self.config.metrics.log_tokens:
+            log_tokens(self, collected, result, version)
         self.step += 1
         record["alarms"] = self.alarms.check(record)
         show(None, line=_line(record))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
 import resource
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.files import replace_text
 from trainer.loss import degenerate
 from trainer.metrics import Record, foreign, mean, mismatch
 from trainer.rollout import Collected
@@ -72,6 +75,28 @@ def _responses(trainer: Trainer, collected: Collected) -> Record:
         "sampling/kept_mass": mean(kept) if len(kept) else 1.0,
         "samples": shown,
     }
+
+
+def log_tokens(trainer: Trainer, collected: Collected, result: Result, version: int) -> None:
+    """Write the step's samples, a line each, as ``precgraph audit`` reads them: a file of its own, which a step that
+    is made again replaces. TrainerError if that fails."""
+    table, tokens = trainer.config.rollout, result.tokens
+    sampling = {"temperature": table.temperature, "top_p": table.top_p, "top_k": table.top_k}
+    known = {
+        "rollout_logprobs": tokens.rollout, "trainer_logprobs": tokens.trainer, "entropy": tokens.entropy,
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = [
+        {"id": s.serial, "token_ids": s.tokens, "kept_mass": s.kept_mass, "version": s.version,
+         "trainer_version": version, **sampling}
+        for s in collected.samples
+    ]  # fmt: skip
+    for name, values in known.items():
+        parts = values.split([len(s.tokens) for s in collected.samples])
+        for row, part in zip(rows, parts, strict=True):
+            row[name] = [None if math.isnan(v) else v for v in part.tolist()]
+    path = trainer.config.directory / "rollout" / f"{trainer.step:06d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def _memory(device: torch.device) -> float:

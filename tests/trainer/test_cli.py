@@ -131,7 +131,8 @@ def test_what_cannot_run_is_one_line_and_exit_2(
     [
         (["--set", "precision.arm=mixed", "--assert", "mismatch/max == 0"],
          "which arm 'mixed' does not promise; --set 'metrics.asserts=[]'"),
-        (["--set", "precision.arm=bf16", "--assert", "mismatch_kl/mean <= 0", "--metric-names", "prime"], "does not promise"),
+        (["--set", "precision.arm=bf16", "--assert", "mismatch_kl/mean <= 0", "--metric-names", "prime"],
+         "which arm 'bf16' does not promise"),
         (["--set", "rollout.max_tokens=300"], "exceed the model's context of 256 tokens, this one with 4 tokens and "
                                               "rollout.max_tokens = 300; --set rollout.max_tokens=252 fits"),
         (["--set", "rollout.engine=vllm"], "vLLM is not installed; pip install 'precgraph[vllm]'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import random
@@ -22,6 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import precgraph
+from precgraph.audit import audit
 from precgraph.recipe import GradientRule
 from tests.trainer import tiny
 from trainer import checkpoint, loop, loss, precision
@@ -140,6 +142,24 @@ def test_truncated_sampling_is_compared_on_the_full_vocabulary(tmp_path: Path) -
     record = made.train_step()
     assert record["mismatch/max"] == 0.0 and record["mismatch/ratio_mean"] == 1.0
     assert record["sampling/kept_mass"] < 0.95 and record["correction/weight_mean"] == 1.0
+
+
+@pytest.mark.parametrize(("arm", "codes"), [("exact", {"AU100"}), ("mixed", {"AU110"})])
+def test_a_log_of_tokens_is_one_that_the_audit_reads(tmp_path: Path, arm: str, codes: set[str]) -> None:
+    """And it says the same of the step as the step's own record."""
+    made = trainer(tmp_path, precision={"arm": arm}, rollout={"top_p": 0.9}, metrics={"log_tokens": True})
+    record = made.train_step()
+    found = audit(tmp_path / "rollout" / "000000.jsonl")
+    assert {v.code[:5] for v in found.verdicts} - {"AU109"} == codes
+    m = found.measures
+    assert (m["sequences"], m["tokens"], m["different"], m["missing"]) == (
+        8, record["mismatch/tokens"], record["mismatch/tokens_different"], 0,
+    )  # fmt: skip
+    assert m["max"] == record["mismatch/max"] and m["mean"] == pytest.approx(record["mismatch/mean"])
+    row = json.loads((tmp_path / "rollout" / "000000.jsonl").read_text().splitlines()[-1])
+    assert (row["id"], row["version"], row["trainer_version"]) == ("0.1.3", 1, 1)
+    assert (row["temperature"], row["top_p"], row["top_k"]) == (1.0, 0.9, 0)
+    assert min(row["entropy"]) > 0 and min(row["kept_mass"]) < 1
 
 
 def test_first_update_has_ratio_exactly_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,8 +142,9 @@ def main() -> None:
     for path in plot_runs([config.directory], config.directory / "curves"):
         console.print(f"wrote {path}")
     worst = max(record["mismatch/max"] for record in read_records(config.directory))
-    console.print(f"pass rate on {config.eval.items} held-out sums: {before:.0%} before, {after:.0%} after; mismatch "
-                  f"at most {worst} in {config.run.steps} steps; {time.perf_counter() - started:.0f} s")  # fmt: skip
+    console.print(f"pass rate on {config.eval.items} held-out sums, at temperature {config.eval.temperature:g}: "
+                  f"{before:.0%} before, {after:.0%} after; mismatch at most {worst} in {config.run.steps} steps; "
+                  f"{time.perf_counter() - started:.0f} s", soft_wrap=True)  # fmt: skip
 
 
 if __name__ == "__main__":

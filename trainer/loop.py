@@ -7,7 +7,6 @@ an update and a save, the first Ctrl-C waits. An evaluation begins when its step
 
 from __future__ import annotations
 
-import itertools
 import shutil
 import signal
 import threading
@@ -24,22 +23,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from precgraph.checkpoint import whole
 from trainer import changes, checkpoint, loss
 from trainer.config import Config
-from trainer.errors import (
-    ConfigError,
-    InconsistentError,
-    InterruptedRunError,
-    MetricAssertionError,
-    TaskError,
-    TrainerError,
-)
+from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, MetricAssertionError, TrainerError
 from trainer.lock import locked
 from trainer.metrics import FOREIGN, Alarms, Assertion, Record, Recorder, read_records, require_measured, require_seen
 from trainer.models import device_of, limit_memory, load_description, load_policy, load_tokenizer
 from trainer.optim import MasterOptimizer
 from trainer.precision import build_pair
-from trainer.record import log_tokens, measure
-from trainer.rollout import Collected, Collector, Rollout, build_rollout, draw, fits, require_engine, sample_groups
-from trainer.tasks import Stream, Task, encode, held_out, stop_ids, training
+from trainer.record import line_of, line_of_evaluation, log_tokens, measure, measure_held_out
+from trainer.rollout import Collected, Collector, Rollout, build_rollout, draw, require_engine
+from trainer.tasks import Stream, Task, held_out, stop_ids, training
 from trainer.update import Result, Updater
 
 # Of these, 0 says that rollout and trainer agree bit for bit.
@@ -205,7 +197,7 @@ class Trainer:
             self._interruptible = False
             self._leave(error)
         recorder.write(record)
-        show(None, line=_evaluation_line(record))
+        show(None, line=line_of_evaluation(record))
         self._require(record)
 
     def _resumable(self) -> str:
@@ -234,7 +226,7 @@ class Trainer:
             log_tokens(self, collected, result, version)
         self.step += 1
         record["alarms"] = self.alarms.check(record)
-        show(None, line=_line(record))
+        show(None, line=line_of(record))
         return record
 
     def _require_one_program(self) -> None:
@@ -276,32 +268,9 @@ class Trainer:
                 checkpoint.seed(table.seed)
                 self._held_out = held_out(self.config)
             checkpoint.seed(table.seed)
-            return self._evaluated(self._held_out)
+            return measure_held_out(self, self._held_out)
         finally:
             checkpoint.set_random_state(state)
-
-    def _evaluated(self, task: Task) -> Record:
-        table, collector, limit = self.config.eval, self.collector, self.config.rollout.max_tokens
-        asked = [(i, encode(self.tokenizer, i, self.config.task)) for i in itertools.islice(task.items, table.items)]
-        prompts = [(item, ids) for item, ids in asked if fits(ids, limit, collector.context)]
-        if not prompts:
-            raise TaskError(
-                f"no held-out prompt leaves room for rollout.max_tokens = {limit} in the model's context of "
-                f"{collector.context} tokens",
-                path=task.name, remedy="shorten the prompts, or lower rollout.max_tokens",
-            )  # fmt: skip
-        self.rollout.wake()
-        groups = sample_groups(self.rollout, prompts, table.samples, collector.params(table.temperature), (table.seed,))
-        self.rollout.sleep()
-        texts = [(item, collector.text(c.token_ids)) for (item, _), g in zip(prompts, groups, strict=True) for c in g]
-        rewards = [task.score(item, text) for item, text in texts]
-        lengths = [len(c.token_ids) for g in groups for c in g]
-        return {
-            "eval/pass_rate": sum(r >= 1 for r in rewards) / len(rewards),
-            "eval/reward": sum(rewards) / len(rewards),
-            "eval/length": sum(lengths) / len(lengths),
-            "eval/too_long": len(asked) - len(prompts),
-        }
 
     # --------------------------------------------------------------------------------------- state
     def save(self) -> Path:
@@ -399,25 +368,6 @@ class Trainer:
                         raise
 
             yield show
-
-
-def _line(record: Record) -> str:
-    """A step in one line of the terminal."""
-    off, compared = record["mismatch/max"], record["mismatch/tokens"]
-    return (
-        f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  pass {record['reward/pass_rate']:.2f}  len "
-        f"{record['response/length']:.0f}  cut {record['response/truncated']:.2f}  ent {record['entropy/mean']:.3f}  "
-        f"max|Δ| {f'{off:.1e}' if off else '0.0' if compared else 'not measured'}  {record['time/step']:.1f} s"
-    )
-
-
-def _evaluation_line(record: Record) -> str:
-    """An evaluation, in the columns of its step."""
-    return (
-        f"step {record['step']:>4}  reward {record['eval/reward']:.3f}  pass {record['eval/pass_rate']:.2f}  len "
-        f"{record['eval/length']:.0f}  of held-out items"
-        + (f", {left} too long" if (left := record["eval/too_long"]) else "")
-    )
 
 
 def _require_attainable(assertions: Sequence[Assertion], config: Config) -> None:

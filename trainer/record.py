@@ -1,7 +1,8 @@
-"""The record of a step: everything that is measured, by name."""
+"""The record of a step and of an evaluation: everything that is measured, by name."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import resource
@@ -10,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from trainer.errors import TaskError
 from trainer.files import replace_text
 from trainer.loss import degenerate
 from trainer.metrics import Record, foreign, mean, mismatch
-from trainer.rollout import Collected
+from trainer.rollout import Collected, fits, sample_groups
+from trainer.tasks import Task, encode
 from trainer.update import Result
 
 if TYPE_CHECKING:
@@ -77,6 +80,31 @@ def _responses(trainer: Trainer, collected: Collected) -> Record:
     }
 
 
+def measure_held_out(trainer: Trainer, task: Task) -> Record:
+    """What an evaluation on ``task`` finds. TaskError if the context has room for none of its prompts."""
+    table, collector, limit = trainer.config.eval, trainer.collector, trainer.config.rollout.max_tokens
+    asked = [(i, encode(trainer.tokenizer, i, trainer.config.task)) for i in itertools.islice(task.items, table.items)]
+    prompts = [(item, ids) for item, ids in asked if fits(ids, limit, collector.context)]
+    if not prompts:
+        raise TaskError(
+            f"no held-out prompt leaves room for rollout.max_tokens = {limit} in the model's context of "
+            f"{collector.context} tokens",
+            path=task.name, remedy="shorten the prompts, or lower rollout.max_tokens",
+        )  # fmt: skip
+    trainer.rollout.wake()
+    groups = sample_groups(trainer.rollout, prompts, table.samples, collector.params(table.temperature), (table.seed,))
+    trainer.rollout.sleep()
+    texts = [(item, collector.text(c.token_ids)) for (item, _), g in zip(prompts, groups, strict=True) for c in g]
+    rewards = [task.score(item, text) for item, text in texts]
+    lengths = [len(c.token_ids) for g in groups for c in g]
+    return {
+        "eval/pass_rate": sum(r >= 1 for r in rewards) / len(rewards),
+        "eval/reward": sum(rewards) / len(rewards),
+        "eval/length": sum(lengths) / len(lengths),
+        "eval/too_long": len(asked) - len(prompts),
+    }
+
+
 def log_tokens(trainer: Trainer, collected: Collected, result: Result, version: int) -> None:
     """Write the step's samples, a line each, as ``precgraph audit`` reads them: a file of its own, which a step that
     is made again replaces. TrainerError if that fails."""
@@ -97,6 +125,25 @@ def log_tokens(trainer: Trainer, collected: Collected, result: Result, version: 
     path = trainer.config.directory / "rollout" / f"{trainer.step:06d}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def line_of(record: Record) -> str:
+    """A step in one line of the terminal."""
+    off, compared = record["mismatch/max"], record["mismatch/tokens"]
+    return (
+        f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  pass {record['reward/pass_rate']:.2f}  len "
+        f"{record['response/length']:.0f}  cut {record['response/truncated']:.2f}  ent {record['entropy/mean']:.3f}  "
+        f"max|Δ| {f'{off:.1e}' if off else '0.0' if compared else 'not measured'}  {record['time/step']:.1f} s"
+    )
+
+
+def line_of_evaluation(record: Record) -> str:
+    """An evaluation, in the columns of its step."""
+    return (
+        f"step {record['step']:>4}  reward {record['eval/reward']:.3f}  pass {record['eval/pass_rate']:.2f}  len "
+        f"{record['eval/length']:.0f}  of held-out items"
+        + (f", {left} too long" if (left := record["eval/too_long"]) else "")
+    )
 
 
 def _memory(device: torch.device) -> float:

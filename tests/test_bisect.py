@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -182,7 +183,8 @@ def test_command_line(tmp_path: Path) -> None:
 
     result = run("--tokens", "12", "--by", "layers", "-o", str(tmp_path / "out.json"))
     assert result.exit_code == 0, result.output
-    assert "model.layers.1 │ 100.0%" in result.stdout
+    shown = re.sub(" +", " ", result.stdout)
+    assert "│ (none: the rollout as it is) │ │" in shown and "│ model.layers.1 │ 100.0% │" in shown
     data = json.loads((tmp_path / "out.json").read_text())
     assert data["total"]["tokens"] == 11
     assert [(p["name"], p["share"]) for p in data["parts"]] == [("model.layers.1", 1.0)]

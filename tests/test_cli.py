@@ -242,8 +242,8 @@ def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
     data = load(target)  # fits the schema
     assert list(data) == [
         "schema", "tool", "level", "model", "sides", "family", "backend", "device", "recipes", "stacks", "digests",
-        "compared", "parts", "subject", "ok", "exit_code", "violations", "suppressed", "known", "fixed", "not_proved",
-        "notes", "rows",
+        "compared", "parts", "subject", "ok", "exit_code", "causes", "violations", "suppressed", "known", "fixed",
+        "not_proved", "notes", "rows",
     ]  # fmt: skip
     assert data["schema"] == 1
     assert data["family"] == "LlamaForCausalLM"

@@ -75,10 +75,14 @@ def test_a_recipe_file_follows_and_keeps_its_comments(llama: str, folder: Path) 
     assert shown.exit_code == 1
     assert path.read_text() == COMMENTED
     assert "\n-weight = { dtype" in shown.stdout and "\n+weight = { dtype" in shown.stdout
+    assert shown.stdout.startswith("--- ")
+    *_, last, verdict = shown.stdout.splitlines()
+    assert verdict.startswith("inconsistent: 1 root cause at 14 nodes; ") and last[0] in " +-", "nothing in between"
     fixed = check(llama, "--infer", path, "--fix")
     assert fixed.exit_code == 0, fixed.output
     assert "consistent: the rollout's program" in fixed.stdout
-    assert f"fixed {path}: linear.weight.amax_floor as on the other side" in " ".join(fixed.stderr.split())
+    words = f"fixed {path}: linear.weight.amax_floor 0.0001 -> 1e-12, as on the other side"
+    assert words in " ".join(fixed.stderr.split())
     text = path.read_text()
     assert Recipe.load(path).linear.weight == Recipe.jet_rl().linear.weight
     assert text.replace("amax_floor = 1e-12", "amax_floor = 1e-4") == COMMENTED
@@ -264,16 +268,22 @@ def test_an_environment_file_for_the_rollout(llama: str) -> None:
     assert Path("precgraph.env").read_text() == "# ours\nHOME_OF=x\nVLLM_USE_DEEP_GEMM_E8M0=0\n"
     assert fixed.exit_code == 1  # a file is not yet an environment
     words = " ".join(fixed.stderr.split())
-    assert words.startswith("wrote precgraph.env") and "start both sides in this environment" in words
+    written = Path("precgraph.env").resolve()
+    assert words.startswith(f"wrote {written}: VLLM_USE_DEEP_GEMM_E8M0=0; start both sides in this environment ")
+    assert f"(set -a; . {written}; set +a)" in words
     assert "fixed" not in words
     there = CliRunner(env={"VLLM_USE_DEEP_GEMM_E8M0": "0"}).invoke(
         app, ["check", llama, "--train", "deep_gemm", "--infer", "vllm", "--json"]
     )
     left = json.loads(there.stdout)["violations"]
-    assert len(left) > 1 and {code for f in left for code in f["codes"]} == {"PG103", "PG104", "PG105"}
+    assert len(json.loads(there.stdout)["causes"]) == 1 and {code for f in left for code in f["codes"]} == {
+        "PG103",
+        "PG104",
+        "PG105",
+    }
     assert (
         "precgraph.env settles PG102 scale dtype, PG109 quantised twice; "
-        f"{len(left)} root causes remain in that environment, of what no variable settles: "
+        "one root cause remains in that environment, of what no variable settles: "
     ) in words
     assert "; the result above is of this one by hand: " in words and words.endswith(left[-1]["remedy"])
 

@@ -25,6 +25,7 @@ from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.errors import CheckError, InputError
 from precgraph.report import build, github, html, junit, layer, load, sarif, schema, svg, verdict
+from precgraph.report.document import cause_lines
 from precgraph.report.html import recipe_rows
 from precgraph.report.layer import drawn_parts
 from precgraph.report.layout import layout
@@ -50,6 +51,13 @@ def run(*args: object) -> Result:
 def valid(data: dict[str, Any]) -> dict[str, Any]:
     Draft202012Validator(schema()).validate(data)
     return data
+
+
+def printed(data: dict[str, Any], width: int) -> str:
+    out = Console(file=io.StringIO(), width=width)
+    show(data, out)
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
 
 
 def everything() -> dict[str, Any]:
@@ -125,8 +133,11 @@ def test_verdicts() -> None:
     cases = {
         ("consistent", "inside the training forward"): document(),
         ("consistent", "but for 1 point that is not proved"): document(not_proved=(finding("row_invariant", ""),)),
-        ("inconsistent", "1 root cause;"): document(finding()),
-        ("inconsistent", "2 root causes; 7 more nodes only"): document(finding(inherited=3), finding(inherited=4)),
+        ("inconsistent", "1 root cause at 1 node;"): document(finding()),
+        ("inconsistent", "1 root cause at 2 nodes; 7 more nodes only"): document(
+            finding(inherited=3), finding(module="model.layers.1.mlp", inherited=4)
+        ),
+        ("inconsistent", "2 root causes at 2 nodes; 0 more"): document(finding(), finding(op="linear")),
         ("accepted", "1 suppressed, and no other difference"): document(finding(), suppressions=(SUPPRESSED,)),
         ("accepted", "1 known from the baseline"): document(finding(), baseline=document(finding())),
         ("consistent", "1 of the baseline is fixed"): document(baseline=document(finding())),
@@ -137,6 +148,46 @@ def test_verdicts() -> None:
         assert verdict(data)[0] == word
         assert words in verdict(data)[1]
         assert data["exit_code"] == (word in ("inconsistent", "unclean"))
+
+
+def test_causes_are_counted_as_a_person_counts_them() -> None:
+    """By rule, operator and attributes; neither by layer nor by module, and without what the settings are wrong in."""
+    many = [finding("scale_dtype", f"model.layers.{n}.mlp", attributes=("scale_dtype", "divide"),
+                    train=("a", "b"), infer=("c", "d"), inherited=n,
+                    codes=(RULES["scale_dtype"].code, RULES["divide"].code)) for n in range(3)]  # fmt: skip
+    alone = finding("scale_dtype", "model.layers.0.self_attn")
+    unused = Suppression("PG103", "x", "why")
+    data = valid(document(*many, alone, finding("operator"), suppressions=(unused,)))
+    assert data["causes"] == [
+        {"code": "PG102 scale dtype", "codes": ["PG102", "PG104"], "op": "quantize",
+         "attributes": ["scale_dtype", "divide"], "count": 3, "inherited": 3},
+        {"code": "PG102 scale dtype", "codes": ["PG102"], "op": "quantize", "attributes": ["scale_dtype"],
+         "count": 1, "inherited": 0},
+        {"code": "PG405 other operator", "codes": ["PG405"], "op": "quantize", "attributes": ["operator"],
+         "count": 1, "inherited": 0},
+    ]  # fmt: skip
+    lines = [
+        "PG102 scale dtype (scale_dtype, divide): 3 × quantize",
+        "PG102 scale dtype: 1 × quantize",
+        "PG405 other operator: 1 × quantize",
+    ]
+    assert cause_lines(data) == lines
+    first, *rest = printed(data, 160).splitlines()
+    assert first.startswith("inconsistent: 3 root causes at 5 nodes; 3 more nodes only inherit a difference; 1 unused")
+    assert [line.strip() for line in rest[:3]] == lines
+    with pytest.raises(ValidationError):
+        valid({**data, "causes": [{**data["causes"][0], "count": 0}]})
+    valid({key: value for key, value in data.items() if key != "causes"})  # as earlier versions wrote it
+
+
+def test_what_runs_another_engine_is_not_said() -> None:
+    """The kernels that its rules were lowered to run nothing there."""
+    stack = {"stack": "vllm", "version": "1", "config": "", "skipped": [], "taken_from_the_other_side": [],
+             "not_modelled": "norms"}  # fmt: skip
+    for stacks, ours in (({"train": None, "infer": stack}, False), ({"train": stack, "infer": None}, True)):
+        data = document(context={"stacks": stacks})
+        for text in (printed(data, 160), html.render(data)):
+            assert ("What runs the rollout" in text) == ours
 
 
 def test_the_table_of_rules_is_sorted_and_every_rule_has_what_why_example_and_remedy() -> None:
@@ -176,7 +227,7 @@ def test_reading_a_report_again_gives_its_exit_code_and_formats(tmp_path: Path) 
         ("{}", "is no report of schema 1"), (json.dumps({**document(), "exit_code": 1}), "at exit_code"),
         (json.dumps({**document(), "rows": ["x" * 1000]}), "at rows/0"),
         (json.dumps(document(finding()))[:-1] + ', "violations": [], "ok": true, "exit_code": 0}', "is there twice"),
-        (json.dumps(document(finding())).replace('"attributes": [', '"attributes": ["more", ', 1), "its two values"),
+        (json.dumps(document(finding())).replace('"train": ["1', '"train": ["more", "1', 1), "its two values"),
     ],
 )  # fmt: skip
 def test_what_is_no_report_is_one_line(text: str, words: str, tmp_path: Path) -> None:
@@ -225,10 +276,7 @@ def test_a_terminal_shows_hostile_names_on_lines_of_ours(tmp_path: Path) -> None
 
 def shown(data: dict[str, Any], width: int) -> str:
     """What a terminal of that width shows, without whitespace: lines of text, then each column of a table."""
-    out = Console(file=io.StringIO(), width=width)
-    show(data, out)
-    assert isinstance(out.file, io.StringIO)
-    lines = out.file.getvalue().splitlines()
+    lines = printed(data, width).splitlines()
     assert max(map(len, lines)) <= width
     cells = [line.strip("│").split("│") for line in lines if line.startswith("│")]
     columns = ["".join(column) for column in itertools.zip_longest(*cells, fillvalue="")]
@@ -257,9 +305,8 @@ def test_no_text_is_cropped(width: int) -> None:
 
 def test_annotations() -> None:
     lines = list(github.render(document(finding(module="a:b,c"), finding("backward", ""), notes=())))
-    assert (
-        lines[0] == "::error title=precgraph check::inconsistent: 2 root causes; 0 more nodes only inherit a difference"
-    )
+    words = "inconsistent: 2 root causes at 2 nodes; 0 more nodes only inherit a difference"
+    assert lines[0] == f"::error title=precgraph check::{words}"
     assert lines[1].startswith("::error title=PG105 amax floor in a%3Ab%2Cc::differs in the least value")
     assert "%0Aamax_floor: train 1e-10 | infer 0.0001%0Awhat to do: give both" in lines[1]
     kinds = [line.split(" ")[0] for line in github.render(everything())]
@@ -397,14 +444,15 @@ def test_the_page_has_everything() -> None:
     data["recipes"] = {"train": {"linear": {"weight": {"amax_floor": 0.0}}, "name": "a"}, "infer": {"name": "b"}}
     text = " ".join(Page(html.render(data)).text.split())
     for words in (
-        "inconsistent", "Root causes (1)", "Suppressed (1)", "known in the engine", "Known from the baseline (1)",
+        "inconsistent", "Differences (1)", "PG101 granularity: 1 × quantize",
+        "Suppressed (1)", "known in the engine", "Known from the baseline (1)",
         "Notes: nothing that", "Not proved: what", "Fixed since the baseline (1)", "How to fix it",
         "PG101 granularity", "Values of one block share a scale.", "Where the recipes differ",
         "linear.weight.amax_floor",
         "What runs the rollout",
     ):  # fmt: skip
         assert words in text, words
-    assert "Root causes" not in html.render(document())
+    assert "Differences" not in html.render(document())
 
 
 def test_rows_of_recipes() -> None:

@@ -73,7 +73,7 @@ def _print(result: Bisection, train: str, infer: str) -> None:
     table = Table(title=f"Mismatch with one of the {result.by} given back", title_justify="left")
     for heading in (result.by[:-1], "share", "k3", "mean |Δ|", "max |Δ|"):
         table.add_column(heading, justify="left" if heading == result.by[:-1] else "right")
-    table.add_row("(nothing)", "", *_numbers(total))
+    table.add_row("(none: the rollout as it is)", "", *_numbers(total))
     for part in result.parts:
         if part.without is None:
             table.add_row(escape(part.name), "?", "", "", "")

@@ -52,7 +52,7 @@ def _there(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
         for document in (here, there)
     )
     settled = ", ".join(code for code in before if code not in after) or "some of the differences"
-    left = len(there["violations"])
+    left = len(there["causes"])
     rest = f"{left} root causes remain" if left > 1 else f"{'one' if left else 'no'} root cause remains"
     cause = f", of what no variable settles: {', '.join(after)}" if left else ""
     remedies = dict.fromkeys(f["remedy"] for f in there["violations"])

@@ -39,10 +39,10 @@ Fix = Annotated[
     bool,
     typer.Option(
         "--fix",
-        help="Edit the recipe file or skip list, or write precgraph.env, where that is safe; then check again.",
+        help="Edit the recipe file or skip list, or write precgraph.env here, where that is safe; then check again.",
     ),
 ]
-Diff = Annotated[bool, typer.Option("--diff", help="Show what --fix would change, and change nothing.")]
+Diff = Annotated[bool, typer.Option("--diff", help="Show what --fix would change, and the verdict; change nothing.")]
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class Formats:
         if self.github and self.as_json:
             raise InputError("--json and --github both want stdout", remedy="write the JSON to a file: -o FILE")
 
-    def write(self, document: Mapping[str, Any]) -> None:
-        """Write every format; tables, and annotations after them, go to stdout."""
+    def write(self, document: Mapping[str, Any], *, brief: bool = False) -> None:
+        """Write every format; tables (``brief``: the verdict alone), and annotations after them, go to stdout."""
         from precgraph.report import github, html, junit, sarif
 
         if self.html is not None:
@@ -77,7 +77,7 @@ class Formats:
             write_json(sarif.render(document), self.sarif)
         if self.junit is not None:
             write_file(self.junit, junit.render(document))
-        write_result(document, self.as_json, self.output, _show)
+        write_result(document, self.as_json, self.output, _show_verdict if brief else _show)
         if self.github:
             for line in github.render(document):
                 typer.echo(line)
@@ -87,6 +87,12 @@ def _show(document: Mapping[str, Any]) -> None:
     from precgraph.report.terminal import show
 
     show(document, console())
+
+
+def _show_verdict(document: Mapping[str, Any]) -> None:
+    from precgraph.report.terminal import show_verdict
+
+    show_verdict(document, console())
 
 
 class Output:
@@ -144,9 +150,10 @@ class Output:
         return build(report, {**context, **where}, suppressions=self.suppressions, baseline=self.baseline)
 
     def conclude(self, report: Report, context: Mapping[str, Any]) -> int:
-        """Write the document in every format that was asked for; its exit code."""
+        """Write the document in every format that was asked for; its exit code. After a diff, stdout gets the verdict
+        alone, so that the diff stays in sight."""
         document = self.document(report, context)
-        self.formats.write(document)
+        self.formats.write(document, brief=self.diff)
         return int(document["exit_code"])
 
 

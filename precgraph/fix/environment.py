@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,7 +14,7 @@ FILE = Path("precgraph.env")
 
 def environment_file(folder: Path, variables: Mapping[str, str]) -> Change | None:
     """The change of :data:`FILE` that sets ``variables``; other lines stay. None if they are all there."""
-    path = folder / FILE
+    path = (folder / FILE).resolve()
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = before.splitlines()
     for name, value in variables.items():
@@ -24,7 +25,8 @@ def environment_file(folder: Path, variables: Mapping[str, str]) -> Change | Non
         if not places:
             lines.append(line)
     after = "\n".join(lines) + "\n"
-    words = f"{path}: {in_words(variables)}; start both sides in this environment (set -a; . ./{FILE}; set +a)"
+    read = f"set -a; . {shlex.quote(str(path))}; set +a"
+    words = f"{path}: {in_words(variables)}; start both sides in this environment ({read})"
     return None if after == before else Change(path, before, after, words, "wrote")
 
 

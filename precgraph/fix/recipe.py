@@ -37,7 +37,15 @@ def follow(path: Path, recipe: Recipe, other: Recipe, *, other_is_stack: bool) -
         return f"{path}: the other side's rules cannot be written here one by one ({error})"
     if written.to_dict() != wanted:
         return f"{path}: the file's form is not understood; set {', '.join(keys)} as on the other side"
-    return Change(path, text, after, f"{path}: {', '.join(keys)} as on the other side")
+    changed = ", ".join(f"{key} {_at(recipe.to_dict(), key)} -> {_at(wanted, key)}" for key in keys)
+    return Change(path, text, after, f"{path}: {changed}, as on the other side")
+
+
+def _at(table: Any, key: str) -> str:
+    """The value of a dotted key, as TOML has it; "absent" if there is none."""
+    for part in key.split("."):
+        table = table.get(part) if isinstance(table, Mapping) else None
+    return "absent" if table is None else tomlkit.item(table, _parent=tomlkit.array()).as_string()
 
 
 def _take(wanted: dict[str, Any], ours: Mapping[str, Any], theirs: Mapping[str, Any], at: Any, stack: bool) -> None:

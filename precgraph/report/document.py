@@ -15,7 +15,7 @@ import precgraph
 from precgraph import strict_json
 from precgraph.errors import CheckError, InputError
 from precgraph.report.suppress import Suppression, judge
-from precgraph.verify.report import Finding, Report, fold, plain
+from precgraph.verify.report import Finding, Report, causes, counted, fold, plain
 from precgraph.verify.rules import RULES
 
 SCHEMA = 1
@@ -68,6 +68,7 @@ def build(
         **context,
         "ok": not failing,
         "exit_code": int(failing),
+        "causes": causes(plain(f) for f, _ in state["violation"] if f.code != UNUSED),
         "violations": [_finding(f, mark) for f, mark in state["violation"]],
         "suppressed": [
             {**_finding(f, mark), "reason": reason}
@@ -115,6 +116,28 @@ def kind(row: Mapping[str, Any]) -> str:
     return f"{row['count']} × {row['op']}" if row["count"] > 1 else str(row["op"])
 
 
+def cause_lines(document: Mapping[str, Any]) -> list[str]:
+    """The causes of the verdict, one a line, with the number of their nodes."""
+    return [
+        f"{cause['code']}{_named(cause)}: {cause['count']} × {cause['op']}"
+        for cause in causes(f for f in document["violations"] if f["code"] != UNUSED)
+    ]
+
+
+def _named(cause: Mapping[str, Any]) -> str:
+    """The attributes, where they say more than the code does."""
+    names = [a for a in cause["attributes"] if RULES.get(a) is None or RULES[a].code != cause["code"]]
+    return f" ({', '.join(cause['attributes'])})" if names else ""
+
+
+def kernels(document: Mapping[str, Any]) -> Mapping[str, int]:
+    """How many nodes each kernel runs, of a rollout that is our program. Another engine has kernels of its own, and
+    those that its rules were lowered to for the check run nothing there."""
+    foreign = document.get("stacks", {}).get("infer") is not None
+    found: Mapping[str, int] = {} if foreign else document["compared"].get("kernels", {})
+    return found
+
+
 def how_many(compared: Mapping[str, Any]) -> str:
     """What was compared, in the unit that the level counts: "62 values", "1 module"."""
     unit = next(unit for unit in ("values", "modules", "facts") if unit in compared)
@@ -133,7 +156,8 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
     open_points = len(document["not_proved"])
     if failing:
         inherited = sum(f["inherited"] for f in failing)
-        parts = [f"{len(failing)} root {'cause' if len(failing) == 1 else 'causes'}"]
+        places = counted(len(failing), {"weights": "tensor", "env": "fact"}.get(document["level"], "node"))
+        parts = [f"{counted(len(causes(failing)), 'root cause')} at {places}"]
         if document["level"] not in ("weights", "env"):  # which have no nodes
             parts.append(f"{inherited} more nodes only inherit a difference")
         parts += accepted

@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from precgraph.report import numerics, svg
-from precgraph.report.document import difference, kind, rows_of, verdict
+from precgraph.report.document import cause_lines, difference, kernels, kind, rows_of, verdict
 from precgraph.report.terminal import TITLES, summary
 from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
@@ -33,7 +33,8 @@ def render(document: Mapping[str, Any]) -> str:
             fixes=_fixes(document),
             rules=_rules(document),
             recipes=recipe_rows(document.get("recipes", {})),
-            kernels=document["compared"].get("kernels", {}),
+            kernels=kernels(document),
+            causes=cause_lines(document),
         )
     )
 

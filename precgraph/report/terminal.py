@@ -1,4 +1,4 @@
-"""A document for a terminal: tables, then the verdict as the last line."""
+"""A document for a terminal: the verdict and its causes, then what was compared, and tables of what differs where."""
 
 from __future__ import annotations
 
@@ -12,10 +12,20 @@ from rich.table import Table
 from rich.text import Text
 
 from precgraph.report import numerics
-from precgraph.report.document import difference, how_many, kind, one_line, rows_of, value_lines, verdict
+from precgraph.report.document import (
+    cause_lines,
+    difference,
+    how_many,
+    kernels,
+    kind,
+    one_line,
+    rows_of,
+    value_lines,
+    verdict,
+)
 
 TITLES = {
-    "violation": ("Root causes", "red"),
+    "violation": ("Differences", "red"),
     "known": ("Known from the baseline", "yellow"),
     "suppressed": ("Suppressed", "yellow"),
     "note": ("Notes: nothing that the rollout's numbers depend on", "yellow"),
@@ -27,11 +37,13 @@ _COLOURS = {"consistent": "green", "accepted": "yellow", "unclean": "red", "inco
 
 def show(document: Mapping[str, Any], out: Console) -> None:
     """Print a document."""
+    show_verdict(document, out)
+    for line in cause_lines(document):
+        out.print(f"  {_safe(line)}", highlight=False)
     for line in summary(document):
         out.print(_safe(line), highlight=False)
-    kernels = document["compared"].get("kernels")
-    if kernels:
-        out.print(_kernel_table(kernels))
+    if run := kernels(document):
+        out.print(_kernel_table(run))
     for table in numerics.tables(document):
         out.print(_measured(table))
     for state, (title, colour) in TITLES.items():
@@ -42,6 +54,10 @@ def show(document: Mapping[str, Any], out: Console) -> None:
         out.print(f"Fixed since the baseline: {len(document['fixed'])}")
         for f in document["fixed"]:
             out.print(_safe(f"  {f['code']}  {f['module'] or '(model)'}"), highlight=False)
+
+
+def show_verdict(document: Mapping[str, Any], out: Console) -> None:
+    """Print the verdict alone, as one line."""
     word, rest = verdict(document)
     out.print(f"[bold {_COLOURS[word]}]{word}:[/] {_safe(rest)}")
 
@@ -88,10 +104,10 @@ def _stacks(stacks: Mapping[str, Any]) -> list[str]:
     return [*lines, *left_out]
 
 
-def _kernel_table(kernels: Mapping[str, int]) -> Table:
+def _kernel_table(run: Mapping[str, int]) -> Table:
     table = Table("kernel (numerics id)", "nodes", title="What runs the rollout", title_justify="left")
     table.columns[0].overflow, table.columns[1].justify = "fold", "right"
-    for name, count in kernels.items():
+    for name, count in run.items():
         table.add_row(_safe(name), str(count))
     return table
 

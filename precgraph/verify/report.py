@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One root cause (or note): at which node, every attribute that differs there, and both values of each.
+    """Where a difference begins (or a note): the node, every attribute that differs there, and both values of each.
 
     ``node`` is the node's name in the rollout graph, or in the training graph where the rollout has none;
     ``inherited`` counts the nodes downstream that differ only because this one does; ``codes`` are those of the
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The outcome of a check: ``violations`` are root causes, ``notes`` change no bit of the rollout.
+    """The outcome of a check: ``violations`` are where differences begin, ``notes`` change no bit of the rollout.
 
     ``ok`` means that nothing that was compared differs. ``not_proved`` lists what the rollout's bits may depend on and
     the check could not decide: row invariance of kernels, parameters matched by structure because their names differ,
@@ -112,10 +112,12 @@ class Report:
             open_points = f"; {len(self.not_proved)} points not proved" if self.not_proved else ""
             lines = [f"consistent: {self.compared} {self.unit} compared, none differs{open_points}"]
         else:
-            causes, inherited = len(self.violations), sum(f.inherited for f in self.violations)
+            found = causes(map(plain, self.violations))
+            inherited = sum(f.inherited for f in self.violations)
             lines = [
-                f"inconsistent: {causes} root cause{'s' * (causes != 1)} in {self.compared} {self.unit} compared; "
-                f"{inherited} more {self.unit} only inherit {'them' if causes != 1 else 'it'}"
+                f"inconsistent: {counted(len(found), 'root cause')} at {counted(len(self.violations), 'place')} in "
+                f"{self.compared} {self.unit} compared; {inherited} more {self.unit} only inherit "
+                f"{'them' if len(found) != 1 else 'it'}"
             ]
         for row in self.rows():
             lines += ["", *_text(row, "" if row.violation else "note: ", remedy=row.violation)]
@@ -146,6 +148,24 @@ def plain(finding: Finding) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------- folding
+
+
+def causes(findings: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Findings as JSON data, counted as a person would: what differs by one rule in the same attributes of an operator
+    is one cause, at however many nodes of however many layers. In the order of their first findings."""
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for f in findings:
+        what = {"code": f["code"], "codes": [*f["codes"]], "op": f["op"], "attributes": [*f["attributes"]]}
+        key = (f["code"], *f["codes"], f["op"], *f["attributes"])
+        cause = groups.setdefault(key, {**what, "count": 0, "inherited": 0})
+        cause["count"] += 1
+        cause["inherited"] += f["inherited"]
+    return list(groups.values())
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def fold(findings: Iterable[Finding], violation: bool) -> list[Row]:

@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    data, results, final = text(), [], defaultdict(list)
+    data, final = text(), defaultdict(list)
     bf16 = new_model()  # stays as seed 0 leaves it: the gradients are compared there
     shape = (
         f"Llama {sum(p.numel() for p in bf16.parameters()) / 1e6:.0f}M, {options.steps} steps of {ROWS}x{LENGTH} bytes"
@@ -110,14 +110,14 @@ def main() -> None:
         for name, model in models.items():
             losses = train(model, data, options.steps, seed)
             final[name].append(fmean(losses[-LAST:]))
-            results.append(Result(shape, f"final loss, {name}, seed {seed}", final[name][-1], "nats"))
+            append("convergence", [Result(shape, f"final loss, {name}, seed {seed}", final[name][-1], "nats")])
             bad = sum(not math.isfinite(x) for x in losses)
             curve = " ".join(f"{losses[i]:.3f}" for i in range(0, options.steps, max(1, options.steps // 10)))
             print(f"{name:5s} {seed} {curve}  final {final[name][-1]:.4f}, {bad} not finite", flush=True)
-    results.append(Result(shape, "FP8's final loss over BF16's", fmean(final["FP8"]) / fmean(final["BF16"]) - 1, "1"))
-    print(f"FP8's mean over BF16's: {results[-1].value:+.4f}")
-    results += [Result(shape, *row) for row in compare_gradients(bf16, batch(data, options.steps))]
-    append("convergence", results)
+    over = fmean(final["FP8"]) / fmean(final["BF16"]) - 1
+    print(f"FP8's mean over BF16's: {over:+.4f}")
+    rows = [Result(shape, *row) for row in compare_gradients(bf16, batch(data, options.steps))]
+    append("convergence", [Result(shape, "FP8's final loss over BF16's", over, "1"), *rows])
 
 
 def compare_gradients(trained: LlamaForCausalLM, ids: Tensor) -> list[tuple[str, float, str]]:

@@ -128,6 +128,10 @@ KNOWN = (
     *(name for table in FOREIGN.values() for name in table),
 )  # fmt: skip
 
+# Of these, 0 says that rollout and trainer agree bit for bit.
+NO_MISMATCH = tuple(
+    f"mismatch/{name}" for name in ("mean", "max", "k3", "kl", "prob_diff_mean", "prob_diff_max", "tokens_different")
+)
 COUNTS = ("mismatch/tokens", "mismatch/missing", "mismatch/unscored")
 
 _OPERATORS = {
@@ -194,6 +198,17 @@ def _incomplete(record: Mapping[str, Any]) -> str:
     missing, unscored = record["mismatch/missing"], record["mismatch/unscored"]
     why = f": {unscored} samples were not scored by the weights that sampled them" if unscored else ""
     return f"{missing} of {missing + record['mismatch/tokens']} tokens cannot be compared{why}"
+
+
+def require_attainable(assertions: Iterable[Assertion], config: Config) -> None:
+    """ConfigError for an assertion of no mismatch in an arm that is not made for it: the first step would break it."""
+    for a in assertions:
+        of_none = _ours(a.name) in NO_MISMATCH and a.compare in ("==", "<=") and a.bound == 0
+        if of_none and config.precision.arm != "exact":
+            raise ConfigError(
+                f"metrics.asserts has {a.text!r}, which arm {config.precision.arm!r} does not promise",
+                remedy="--set 'metrics.asserts=[]'",
+            )
 
 
 def require_measured(assertions: Iterable[Assertion], config: Config) -> None:

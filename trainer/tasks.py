@@ -101,11 +101,11 @@ def held_out(config: Config) -> Task:
     return load_task(config.task, data=table.data, seed=table.seed, size=table.items, drawn=True)
 
 
-def training(config: Config) -> Task:
+def training(config: Config, held: Task) -> Task:
     """The items that a run learns from: those of ``[task]`` but for the questions, by their text, that
-    :func:`held_out` asks. TaskError if fewer are left than a step has groups."""
+    ``held`` asks. TaskError if fewer are left than a step has groups."""
     task = load_task(config.task)
-    asked = {item.question for item in held_out(config).items}
+    asked = {item.question for item in held.items}
     kept = [i for i, item in enumerate(task.items) if item.question not in asked]
     if len(kept) == len(task.items):
         return task

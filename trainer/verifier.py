@@ -3,8 +3,9 @@
 What a response says may take sympy for ever, or all memory (``9^{9^{9^9}}``), and no exception gets through to one
 power of integers. Here the kernel ends the process instead; whoever started it sees it end, and starts another.
 
-Pickled values come in on stdin, a line of JSON goes out for each: first (name, arguments), answered by null, then the
-verifier's arguments, answered by its score. A string says what it raised.
+Values come in on stdin from that process alone, pickled: tuples and the like in a source's entry stay what they are. A
+line of JSON goes out for each: first (name, arguments), answered by null, then the verifier's arguments, answered by
+its score. A string says what it raised.
 """
 
 from __future__ import annotations

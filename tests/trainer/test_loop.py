@@ -8,8 +8,10 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -409,6 +411,21 @@ def test_what_stops_an_evaluation_costs_no_step(tmp_path: Path, monkeypatch: pyt
     records = read_records(tmp_path / "parts")
     assert lasting(records) == lasting(read_records(tmp_path / "whole")) and equal(again, weights(whole))
     assert [("eval/reward" in r, r["step"]) for r in records] == [(False, 0), (True, 1), (False, 2)]
+
+
+def test_what_is_left_out_of_training_is_what_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a source, too, that draws from Python's own generator: its items are drawn once for both."""
+    module = types.ModuleType("drawn_task")
+    module.items = lambda size, seed: [(f"{random.randrange(40)}=", "") for _ in range(size)]  # type: ignore[attr-defined]
+    module.reward = lambda question, answer, text: 0.0  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "drawn_task", module)
+    task = {"data": "python:drawn_task:items", "reward": "drawn_task:reward", "size": 60, "chat": False}
+    config = tiny.settings(tmp_path, task=task, eval={"items": 6})
+    made = Trainer(config, model=tiny.model(), tokenizer=tiny.tokenizer())
+    asked: list[str] = []
+    monkeypatch.setattr("trainer.record.encode", lambda tokenizer, item, table: asked.append(item.question) or [2])
+    made.evaluate()
+    assert len(asked) == 6 and not set(asked) & {item.question for item in made.task.items}
 
 
 def test_held_out_prompts_beyond_the_context_are_left_out_and_counted(tmp_path: Path) -> None:

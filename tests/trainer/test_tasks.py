@@ -21,7 +21,7 @@ from trainer.config import Config, TaskTable, load
 from trainer.errors import ConfigError, RewardError, TaskError
 from trainer.loop import Trainer
 from trainer.rewards import extract, math_scorer
-from trainer.tasks import Item, Stream, encode, held_out, load_task, stop_ids, training
+from trainer.tasks import Item, Stream, Task, encode, held_out, load_task, stop_ids, training
 
 DEMO = Path(__file__).parents[2] / "examples" / "configs" / "demo.toml"
 
@@ -293,17 +293,21 @@ def questions(task: Any) -> list[str]:
     return [item.question for item in task.items]
 
 
+def learned(config: Config) -> Task:
+    return training(config, held_out(config))
+
+
 def test_no_question_is_both_learned_and_held_out() -> None:
     """A family of 200 questions: most of the held-out ones are drawn for training, too."""
     pytest.importorskip("reasoning_gym")
     config = load(DEMO)
-    drawn, kept, held = load_task(config.task), training(config), held_out(config)
+    drawn, kept, held = load_task(config.task), learned(config), held_out(config)
     asked = set(questions(held))
     assert len(held.items) == 100 and asked < set(questions(drawn))
     assert questions(kept) == [q for q in questions(drawn) if q not in asked]
     left_out = 1000 - len(kept.items)
     assert kept.note == f"1000 items; {left_out} of them ask what held-out items ask, and are left out"
-    assert questions(training(config)) == questions(kept)  # as a resumed run draws them
+    assert questions(learned(config)) == questions(kept)  # as a resumed run draws them
     item = kept.items[0]
     assert kept.score(item, item.answer) == 1.0
 
@@ -317,13 +321,13 @@ def test_held_out_items_of_any_source_are_left_out(module: Any, held: str, left:
     task = {"data": "python:made_up_task:items", "size": 8}
     table = {"task": task, "eval": {"data": held and f"python:{held}", "items": 4}, "rollout": {"groups": 4}}
     config = Config.from_dict(table)
-    kept = training(config)
+    kept = learned(config)
     assert len(kept.items) == left and not set(questions(kept)) & set(questions(held_out(config)))
     note = f"; {8 - left} of them ask what held-out items ask, and are left out" if left < 8 else ""
     assert kept.note == "8 items" + note
     if left < 8:
         with pytest.raises(TaskError, match=rf"{left} stay, and a step needs rollout.groups = 7.*lower eval.items"):
-            training(Config.from_dict(table | {"rollout": {"groups": 7}}))
+            learned(Config.from_dict(table | {"rollout": {"groups": 7}}))
 
 
 @pytest.mark.parametrize("source", ["jsonl", "python"])
@@ -335,7 +339,7 @@ def test_rows_without_a_seed_are_split_by_one(module: Any, tmp_path: Path, sourc
     path.write_text("\n".join(map(json.dumps, rows)))
     task = {"data": f"jsonl:{path}" if source == "jsonl" else "python:made_up_task:items", "reward": "math:hypot"}
     config = Config.from_dict({"task": task})
-    kept, held = training(config), held_out(config)
+    kept, held = learned(config), held_out(config)
     assert len(held.items) == 64 and len(kept.items) == 1500 - 64
     assert set(questions(kept)) | set(questions(held)) == {f"{i}?" for i in range(1500)}
     assert kept.note == "1500 items; 64 of them ask what held-out items ask, and are left out"
@@ -344,7 +348,7 @@ def test_rows_without_a_seed_are_split_by_one(module: Any, tmp_path: Path, sourc
     assert questions(held_out(config)) == questions(held)
     other = Config.from_dict({"task": task, "eval": {"seed": 1}})
     assert questions(held_out(other)) != questions(held)
-    assert set(questions(training(other))).isdisjoint(questions(held_out(other)))
+    assert set(questions(learned(other))).isdisjoint(questions(held_out(other)))
     cut = load_task(Config.from_dict({"task": {**task, "size": 1000}}).task)
     assert questions(cut) == [f"{i}?" for i in range(1000)] and cut.note == "1000 of 1500 items"
 

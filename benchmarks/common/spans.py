@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 Span = tuple[float, float, str]  # begin and end in microseconds, name
 ON_CARD = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace's events
+RECORDED = ("user_annotation",)  # what ``record_function`` encloses, on the host
 
 
 def tell(title: str, spans: Iterable[Span], calls: int, count: int = 28) -> None:
@@ -21,11 +23,8 @@ def tell(title: str, spans: Iterable[Span], calls: int, count: int = 28) -> None
     spent: dict[str, list[float]] = defaultdict(list)
     for begin, end, name in ordered:
         spent[name].append((end - begin) / 1000)
-    busy, last = 0.0, ordered[0][0]
-    for begin, end, _ in ordered:  # kernels of two streams may overlap
-        busy += max(0.0, end - max(begin, last)) / 1000
-        last = max(last, end)
-    wall = (last - ordered[0][0]) / 1000
+    busy = covered(ordered) / 1000  # kernels of two streams may overlap
+    wall = (max(end for _, end, _ in ordered) - ordered[0][0]) / 1000
     print(
         f"{title}: {wall / calls:.2f} ms a call, kernels {busy / calls:.2f}, between them {(wall - busy) / calls:.2f}"
     )
@@ -34,8 +33,17 @@ def tell(title: str, spans: Iterable[Span], calls: int, count: int = 28) -> None
         print(f"  {sum(times) / calls:8.3f} ms {share:5.1f} % {len(times) / calls:7.1f} x {name[:110]}")
 
 
-def of_trace(path: Path) -> list[Span]:
-    """What ran on the card, from a trace of torch's profiler (``.json.gz``)."""
-    with gzip.open(path, "rt") as file:
+def covered(spans: Iterable[Span]) -> float:
+    """Microseconds that the spans cover together."""
+    total, reached = 0.0, -math.inf
+    for begin, end, _ in sorted(spans):
+        total += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def of_trace(path: Path, categories: Collection[str] = ON_CARD) -> list[Span]:
+    """What ran on the card, or another category, from a trace of torch's profiler (``.json``, ``.json.gz``)."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
         events = json.load(file)["traceEvents"]
-    return [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in ON_CARD]
+    return [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in categories]

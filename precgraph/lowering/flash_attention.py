@@ -1,10 +1,12 @@
 """Attention on Hopper: FlashAttention-3 forward, and a backward from its output and log-sum-exp.
 
-FA3 is exact across packing, chunks and decoding if three things are fixed. One split: with several, the order of the
-sum depends on the batch. The tile: FA3 picks it from ``max_seqlen_q`` (and treats a single query as not causal, with
-another key tile), so the bound that is passed is never below :data:`QUERY_BOUND`. And paging: with head widths of 80
-and 96 the paged kernel has other tiles, so there keys must come in one piece; with those of :data:`PAGED_WIDTHS` a
-paged cache gives the same bits. All are part of the numerics id.
+FA3 is exact across packing, chunks and decoding if its number of splits and its tile of keys are fixed. One split: with
+several, the order of the sum depends on the batch. The tile of keys depends on three things besides the head width
+(``hopper/tile_size.h``). On ``max_seqlen_q``, for one query counts as not causal: the bound that is passed is never
+below :data:`QUERY_BOUND`. On paging: with widths of 80 and 96 keys must come in one piece; a paged cache gives the same
+bits with those of :data:`PAGED_QUERY_BOUND`, some of which allow a smaller bound, and so a smaller tile of queries. And
+on whether there is a window, which FA3 forgets when no sequence is longer: :func:`key_bound`. All are part of the
+numerics id.
 
 The library is vLLM's copy where vLLM is installed, which alone reads paged caches and has sliding windows, else
 ``fa3-fwd`` (PyPI). So a trainer and an engine in one environment run one binary; in two environments that hold
@@ -32,7 +34,9 @@ from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedCon
 
 QUERY_BOUND = 128  # above every length for which FA3 has a tile of its own, for any number of heads in a group
 WIDTHS = (64, 80, 96, 128, 256)  # the head widths whose exactness is tested
-PAGED_WIDTHS = (64, 128, 256)  # those at which a paged cache gives the bits of keys in one piece
+# Widths at which a paged cache gives the bits of keys in one piece, and the least bound on queries that keeps them:
+# where it is 1, paged calls have one tile of keys for any number of queries.
+PAGED_QUERY_BOUND = {64: QUERY_BOUND, 128: 1, 256: 1}
 
 
 @functools.cache
@@ -69,6 +73,11 @@ def _module() -> ModuleType:
     return importlib.import_module(library()[0])
 
 
+def key_bound(longest: int, window: int) -> int:
+    """What to pass as ``max_seqlen_k``: longer than the window, or FA3 would take the tile of attention without one."""
+    return max(longest, window + 1)
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: ops.AttentionSpec, *, context: AttentionContext | OwnAttention
 ) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +93,7 @@ def attention(
 
 def forward(q: Tensor, call: Varlen, spec: ops.AttentionSpec) -> tuple[Tensor, Tensor]:
     """``q [T, H, D]`` on the sequences of ``call``: out ``[T, H, D]``, log-sum-exp ``[H, T]``."""
-    longest = max(call.longest_query, QUERY_BOUND), call.longest_keys
+    longest = max(call.longest_query, QUERY_BOUND), key_bound(call.longest_keys, spec.window)
     window = (spec.window - 1, 0) if spec.window else (-1, -1)
     if library()[0] == "fa3_fwd_interface":
         # The operator itself: the package's functions wrap it in two layers of torch's, which cost the host more time

@@ -45,9 +45,14 @@ def operands(spec: AttentionSpec, seed: int = 0) -> tuple[Tensor, Tensor, Tensor
     return q, k, v
 
 
-def spec_of(shape: tuple[int, int, int]) -> AttentionSpec:
+def spec_of(shape: tuple[int, int, int], window: int = 0) -> AttentionSpec:
     width, heads, kv_heads = shape
-    return AttentionSpec(width**-0.5, 0, 0.0, 0, heads, kv_heads, width)
+    return AttentionSpec(width**-0.5, window, 0.0, 0, heads, kv_heads, width)
+
+
+needs_vllm = pytest.mark.skipif(
+    not flash_attention.library()[1].startswith("vllm"), reason="only vLLM's build has pages and windows"
+)
 
 
 def float64(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
@@ -83,6 +88,55 @@ def test_bits_do_not_depend_on_the_call(shape: tuple[int, int, int]) -> None:
         assert same([(i, p, p + 1) for i, n in enumerate(LENGTHS) for p in [draw.randrange(n)]]), "decode"
         starts = [(i, draw.randrange(n), n) for i, n in enumerate(LENGTHS)]
         assert same([(i, p, min(n, p + draw.choice((1, 1, 5, 70)))) for i, p, n in starts]), "chunks beside decode"
+
+
+@needs_vllm
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_window_is_one_kernel_whatever_the_longest_sequence(shape: tuple[int, int, int]) -> None:
+    """FA3 leaves a window out that no sequence of the call exceeds, and would take another tile without one."""
+    spec, bounds = spec_of(shape, window=600), cumulative(LENGTHS)
+    q, k, v = operands(spec)
+    whole, _ = flash_attention.attention(q, k, v, spec, context=PackedContext(bounds))
+    for a, b in pairwise(bounds):
+        alone, _ = flash_attention.attention(
+            q[:, a:b], k[:, a:b], v[:, a:b], spec, context=PackedContext((0, b - a))
+        )  # fmt: skip
+        assert torch.equal(alone, whole[:, a:b]), b - a
+
+
+@needs_vllm
+@pytest.mark.parametrize("page", [16, 64, 128, 256])
+@pytest.mark.parametrize("window", [0, 600])
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] in flash_attention.PAGED_QUERY_BOUND], ids=str)
+def test_pages_give_the_bits_of_whole_keys(shape: tuple[int, int, int], window: int, page: int) -> None:
+    """Under the least bound on queries that the engine may pass: steps of one token, of a few, and of chunks."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    spec, bounds = spec_of(shape, window), cumulative(LENGTHS)
+    q, k, v = operands(spec)
+    whole = flash_attention.attention(q, k, v, spec, context=PackedContext(bounds))[0][0].view(-1, *q.shape[2:])
+    cache = [torch.zeros(6 * -(-1024 // page), page, *t.shape[2:], device="cuda", dtype=t.dtype) for t in (k, v)]
+    pages = torch.randperm(cache[0].shape[0], generator=torch.Generator().manual_seed(0)).view(6, -1).to("cuda")
+    for row, (a, b) in enumerate(pairwise(bounds)):
+        at = torch.arange(b - a, device="cuda")
+        for held, t in zip(cache, (k, v), strict=True):
+            held[pages[row, at // page], at % page] = t[0, a:b]
+    draw = random.Random(0)
+    for size in [1] * 20 + [2, 5, 15, 16, 17, 33, 100]:
+        stops = [draw.randrange(1, n + 1) for n in LENGTHS]
+        starts = [max(0, n - size) for n in stops]
+        rows = torch.cat(
+            [torch.arange(a + i, a + j, device="cuda") for a, i, j in zip(bounds, starts, stops, strict=False)]
+        )
+        counts = [j - i for i, j in zip(starts, stops, strict=True)]
+        out = flash_attn_varlen_func(
+            q[0, rows], *cache, cu_seqlens_q=torch.tensor(cumulative(counts), device="cuda", dtype=torch.int32),
+            seqused_k=torch.tensor(stops, device="cuda", dtype=torch.int32), block_table=pages.int(),
+            max_seqlen_q=max(*counts, flash_attention.PAGED_QUERY_BOUND[spec.head_dim]),
+            max_seqlen_k=flash_attention.key_bound(max(stops), window), softmax_scale=spec.scale, causal=True,
+            window_size=(window - 1, 0) if window else (-1, -1), num_splits=1, fa_version=3,
+        )  # fmt: skip
+        assert torch.equal(out, whole[rows]), size
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

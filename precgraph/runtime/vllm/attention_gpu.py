@@ -1,4 +1,4 @@
-"""Attention on the GPU: vLLM's FlashAttention-3 over its paged cache, with one split and one tile at every step size.
+"""Attention on the GPU: vLLM's FlashAttention-3 over its paged cache, one split and one tile of keys at every step.
 
 The program's own kernel is FlashAttention-3 too (:mod:`precgraph.lowering.flash_attention`), in one environment the
 same binary: here vLLM calls it, so that its cache, its slots and its CUDA graphs are its own affair. The trainer's
@@ -6,7 +6,7 @@ bits hang on numbers that vLLM chooses step by step; the builder fixes them for 
 engine's setting ``flash_attn_max_num_splits_for_cuda_graph`` holds for captured ones only):
 
 - ``max_num_splits = 1``: with several splits the order of a sum over keys depends on the batch.
-- ``max_query_len >= QUERY_BOUND``: FA3 picks its tile from it, and treats a single query as not causal.
+- ``max_query_len`` and ``max_seq_len``: FA3 picks its tile of keys from them, for some head widths and for windows.
 - no schedule made ahead, which would choose splits of its own, and no cascade, which sums a common prefix apart.
 
 FA3 captures whole (``AttentionCGSupport.ALWAYS``): what a step reads is in buffers that keep their places.
@@ -24,7 +24,7 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
 from precgraph.errors import UnsupportedModelError
-from precgraph.lowering.flash_attention import PAGED_WIDTHS, QUERY_BOUND
+from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND, key_bound
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import OwnAttention
 
@@ -37,24 +37,28 @@ def require_exact(spec: AttentionSpec) -> None:
             f"vLLM would attend with FlashAttention {version}, the trainer does with 3",
             remedy="use a Hopper GPU, and leave attention_config.flash_attn_version unset",
         )
-    if spec.head_dim not in PAGED_WIDTHS:
+    if spec.head_dim not in PAGED_QUERY_BOUND:
         raise UnsupportedModelError(
             f"heads of width {spec.head_dim}: FlashAttention-3 has other tiles for a paged cache than for whole keys",
-            remedy=f"widths {', '.join(map(str, PAGED_WIDTHS))} are exact; the embedded engine serves the others",
+            remedy=f"widths {', '.join(map(str, PAGED_QUERY_BOUND))} are exact; the embedded engine serves the others",
         )
 
 
 class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """One split, and a bound on the longest query under which FA3 keeps the trainer's tile."""
+    """One split, and bounds on lengths under which FA3 keeps the trainer's tile of keys."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.aot_schedule = False
+        layers = vllm_config.compilation_config.static_forward_context
+        self.query_bound = PAGED_QUERY_BOUND[kv_cache_spec.head_size]
+        self.longest_window = max(layers[name].sliding_window or 0 for name in layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(0, common_attn_metadata, fast_build)
         metadata.max_num_splits = 1
-        metadata.max_query_len = max(metadata.max_query_len, QUERY_BOUND)
+        metadata.max_query_len = max(metadata.max_query_len, self.query_bound)
+        metadata.max_seq_len = key_bound(metadata.max_seq_len, self.longest_window)
         metadata.scheduler_metadata = None
         return metadata
 

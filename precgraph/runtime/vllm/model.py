@@ -152,15 +152,15 @@ def _attention(spec: ops.AttentionSpec, vllm_config: Any, prefix: str) -> nn.Mod
         from precgraph.runtime.vllm.attention_gpu import require_exact
 
         require_exact(spec)
-    layer: Any = Attention(
-        spec.heads, spec.head_dim, spec.scale, num_kv_heads=spec.kv_heads, cache_config=vllm_config.cache_config,
+    # Without a window of its own a layer would take the model's, and skip keys that the program reads.
+    cache = copy.copy(vllm_config.cache_config)
+    cache.sliding_window = None
+    layer: nn.Module = Attention(
+        spec.heads, spec.head_dim, spec.scale, num_kv_heads=spec.kv_heads, cache_config=cache,
         logits_soft_cap=spec.softcap or None, per_layer_sliding_window=spec.window or None,
         prefix=f"{prefix}.layers.{spec.layer}.attn".lstrip("."), attn_backend=backend,
     )  # fmt: skip
-    # Without a window of its own a layer takes the model's, and vLLM would drop keys that the program reads.
-    layer.sliding_window = spec.window or None
-    module: nn.Module = layer
-    return module
+    return layer
 
 
 def _attention_of(device: torch.device) -> tuple[type[Any], type[Any]]:

@@ -9,20 +9,19 @@ time during which a kernel runs, over the time of a step that was not profiled; 
 from __future__ import annotations
 
 import argparse
-import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.results import Result, append
+from benchmarks.common.spans import RECORDED, covered, of_trace
 from trainer.config import Config, load
 from trainer.loop import Trainer
 from trainer.tasks import Item, Task
@@ -57,42 +56,31 @@ def random_parts(config: Config) -> dict[str, Any]:
     return {"model": model, "tokenizer": Letters(), "task": task}
 
 
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of what the spans cover together."""
-    total, reached = 0.0, -math.inf
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, reached))
-        reached = max(reached, stop)
-    return total
-
-
 def measure(trainer: Trainer) -> tuple[list[Result], Counter[str]]:
     """Results of a step, and microseconds by kernel."""
     for _ in range(WARM):
         plain = trainer.train_step()
     open_phase: list[Any] = []
 
-    def show(phase: str | None, record: Any = None) -> None:
+    def show(phase: str | None, record: Any = None, line: str | None = None) -> None:
         torch.cuda.synchronize()
         if open_phase:
             open_phase.pop().__exit__(None, None, None)
         if phase:
-            open_phase.append(record_function(f"phase:{phase}"))
+            open_phase.append(record_function(f"phase:{phase.split()[0]}"))
             open_phase[-1].__enter__()
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen, record_function("phase:step"):
         trainer.train_step(show)
         torch.cuda.synchronize()
-    events = list(seen.events())
-    kernels = [
-        (e.time_range.start, e.time_range.end, e.name)
-        for e in events if e.device_type == DeviceType.CUDA and not e.name.startswith("phase:")
-    ]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:  # the profiler's own list of events takes minutes for so many
+        trace = Path(folder, "trace.json")
+        seen.export_chrome_trace(str(trace))
+        kernels, phases = of_trace(trace), of_trace(trace, RECORDED)
     arm, results = trainer.config.precision.arm, []
-    spans = [(e.name.removeprefix("phase:"), e.time_range.start, e.time_range.end) for e in events
-             if e.device_type == DeviceType.CPU and e.name.startswith("phase:") and e.name != "phase:sync"]  # fmt: skip
-    for phase in dict.fromkeys(name for name, _, _ in spans):
-        own = [(a, b) for name, start, stop in spans if name == phase for a, b, _ in kernels if a < stop and b > start]
+    spans = [(a, b, name.removeprefix("phase:")) for a, b, name in phases if name.startswith("phase:")]
+    for phase in dict.fromkeys(name for _, _, name in spans if name != "sync"):
+        own = [k for a, b, name in spans if name == phase for k in kernels if k[0] < b and k[1] > a]
         # The trainer takes the time of sync() out of its update, whose kernels are inside this span.
         seconds = plain[f"time/{phase}"] + (plain["time/sync"] if phase == "update" else 0.0)
         results += [

@@ -38,6 +38,7 @@ UNITS = {"tokens/s": "1/s", "ttft_s": "s", "start_s": "s", "weights_gib": "GiB",
 COMPILERS = 12  # processes that compile kernels at once
 SYNCS = 50
 PREFILL_STEPS, PROFILED = 48, 16  # steps that a profile leaves out, for prompts, and those that it shows
+PROFILED_LEN = PREFILL_STEPS + 3 * PROFILED  # new tokens of a run that is profiled
 
 
 def arguments() -> argparse.Namespace:
@@ -99,7 +100,7 @@ def profile(engine: str, llm: Any, options: argparse.Namespace, requests: int) -
     """Print, to the part's log, where the card's time goes in steps that only decode."""
     before = set(options.logs.glob("*.json.gz"))
     llm.start_profile()
-    run(llm, options, requests, PREFILL_STEPS + 3 * PROFILED)
+    run(llm, options, requests, PROFILED_LEN)
     llm.stop_profile()
     for trace in set(options.logs.glob("*.json.gz")) - before:
         tell(f"{engine}, {requests} requests, decoding", of_trace(trace), PROFILED)
@@ -112,7 +113,7 @@ def start(engine: str, options: argparse.Namespace) -> Any:
     limits: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92,
         "max_num_batched_tokens": 8192, "max_num_seqs": max(options.requests),
-        "max_model_len": options.input_len + options.output_len + 16,
+        "max_model_len": options.input_len + max(options.output_len, PROFILED_LEN * options.profile) + 16,
         "enable_prefix_caching": False, "disable_log_stats": False,
     }  # fmt: skip
     if options.profile:

@@ -99,7 +99,9 @@ def compiler() -> Path | None:
 
 @functools.cache
 def _module() -> ModuleType:
-    return importlib.import_module(library()[0])
+    module = importlib.import_module(library()[0])
+    module.set_pdl(True)  # start while the kernel before ends; the kernels wait before they read
+    return module
 
 
 # --------------------------------------------------------------------------------------------- FP8

@@ -105,13 +105,12 @@ def test_a_window_is_one_kernel_whatever_the_longest_sequence(shape: tuple[int, 
 
 @needs_vllm
 @pytest.mark.parametrize("page", [16, 64, 128, 256])
-@pytest.mark.parametrize("window", [0, 600])
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] in flash_attention.PAGED_QUERY_BOUND], ids=str)
-def test_pages_give_the_bits_of_whole_keys(shape: tuple[int, int, int], window: int, page: int) -> None:
+def test_pages_give_the_bits_of_whole_keys(shape: tuple[int, int, int], page: int) -> None:
     """Under the least bound on queries that the engine may pass: steps of one token, of a few, and of chunks."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    spec, bounds = spec_of(shape, window), cumulative(LENGTHS)
+    spec, bounds = spec_of(shape), cumulative(LENGTHS)
     q, k, v = operands(spec)
     whole = flash_attention.attention(q, k, v, spec, context=PackedContext(bounds))[0][0].view(-1, *q.shape[2:])
     cache = [torch.zeros(6 * -(-1024 // page), page, *t.shape[2:], device="cuda", dtype=t.dtype) for t in (k, v)]
@@ -132,8 +131,7 @@ def test_pages_give_the_bits_of_whole_keys(shape: tuple[int, int, int], window: 
             q[0, rows], *cache, cu_seqlens_q=torch.tensor(cumulative(counts), device="cuda", dtype=torch.int32),
             seqused_k=torch.tensor(stops, device="cuda", dtype=torch.int32), block_table=pages.int(),
             max_seqlen_q=max(*counts, flash_attention.PAGED_QUERY_BOUND[spec.head_dim]),
-            max_seqlen_k=flash_attention.key_bound(max(stops), window), softmax_scale=spec.scale, causal=True,
-            window_size=(window - 1, 0) if window else (-1, -1), num_splits=1, fa_version=3,
+            max_seqlen_k=max(stops), softmax_scale=spec.scale, causal=True, num_splits=1, fa_version=3,
         )  # fmt: skip
         assert torch.equal(out, whole[rows]), size
 

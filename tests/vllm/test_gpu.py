@@ -25,10 +25,11 @@ ENGINE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def model_of(width: int, heads: int = 4) -> Any:
+def model_of(width: int, heads: int = 4, **more: Any) -> Any:
     config = Qwen3Config(
         vocab_size=VOCABULARY, hidden_size=512, intermediate_size=768, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=2, head_dim=width, max_position_embeddings=2048, tie_word_embeddings=False,
+        **more,
     )  # fmt: skip
     torch.manual_seed(0)
     return Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)
@@ -87,10 +88,18 @@ def test_every_token_equals_the_trainers(pair: tuple[Any, Any]) -> None:
     assert [s.logprobs for s in third] != [s.logprobs for s in first]
 
 
-def test_heads_whose_pages_have_other_tiles_are_refused(tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda: model_of(96), "heads of width 96"),
+        (lambda: model_of(128, sliding_window=64, use_sliding_window=True, max_window_layers=1), "a window of 64 keys"),
+    ],
+    ids=["width", "window"],
+)
+def test_attention_whose_pages_have_other_tiles_is_refused(model: Any, words: str, tmp_path: Any) -> None:
     from precgraph.vllm import LLM
 
-    model = model_of(96)
-    model.save_pretrained(tmp_path)
-    with pytest.raises((UnsupportedModelError, RuntimeError), match="heads of width 96"):
-        LLM(str(tmp_path), actor=precgraph.compile(model.cuda(), "train"), **ENGINE)
+    made = model()
+    made.save_pretrained(tmp_path)
+    with pytest.raises((UnsupportedModelError, RuntimeError), match=words):
+        LLM(str(tmp_path), actor=precgraph.compile(made.cuda(), "train"), **ENGINE)

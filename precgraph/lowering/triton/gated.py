@@ -35,10 +35,12 @@ from precgraph.lowering.triton.primitives import (
     Rule,
     activation_slope,
     activation_value,
+    await_inputs,
     ceil_div,
     inside_tile,
     load_tile,
     narrow,
+    overlapping,
     require,
     rule,
     source,
@@ -104,7 +106,7 @@ def fused_gated(
     meaning = (activation, source(rows_fmt, tokens_fmt), rows_rule)
     grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
     if tokens is None:
-        _gated_kernel[grid](*operands, *sizes, height, *meaning, num_warps=4, **EXACT)
+        _gated_kernel[grid](*operands, *sizes, height, *meaning, num_warps=4, **overlapping(gate.device))
     else:
         outputs = (words(tokens), tokens.scales)
         _gated_tiles[grid](*operands, *outputs, *sizes, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
@@ -207,8 +209,10 @@ def _gated_kernel(
     ACTIVATION: tl.constexpr,
     SOURCE: tl.constexpr,
     RULE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One tile ``[ROWS, 128]``."""
+    await_inputs(OVERLAP)
     columns: tl.constexpr = (WIDTH + 127) // 128
     col = tl.program_id(0) % columns * 128
     rows = tl.program_id(0) // columns * ROWS + tl.arange(0, ROWS)

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from precgraph.errors import LoweringError
 from precgraph.format import Format
@@ -89,11 +90,30 @@ def _require_device(device: torch.device) -> None:
         )
 
 
+@functools.cache
+def overlapping(device: torch.device) -> dict[str, bool]:
+    """Launch options, those of :data:`EXACT` among them, of a kernel that begins with :func:`await_inputs`.
+
+    From compute capability 9.0 on the GPU starts it while the kernel before it still ends (programmatic dependent
+    launch): a decoding step is hundreds of kernels of a few microseconds, and the pause between two is one.
+    """
+    able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return EXACT | ({"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False})
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
 # ------------------------------------------------------------------------------------------ tiles
+
+
+@triton.jit
+def await_inputs(OVERLAP: tl.constexpr):
+    """Wait for the kernel before to end, and let the next one be started; before anything is read or written."""
+    if OVERLAP:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

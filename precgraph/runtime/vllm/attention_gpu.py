@@ -6,8 +6,9 @@ bits hang on numbers that vLLM chooses step by step; the builder fixes them for 
 engine's setting ``flash_attn_max_num_splits_for_cuda_graph`` holds for captured ones only):
 
 - ``max_num_splits = 1``: with several splits the order of a sum over keys depends on the batch.
-- ``max_query_len`` and ``max_seq_len``: FA3 picks its tile of keys from them, for some head widths and for windows.
-- no schedule made ahead, which would choose splits of its own, and no cascade, which sums a common prefix apart.
+- ``max_query_len``: FA3 picks its tile of keys from it, for some head widths.
+- a schedule made ahead, once for all layers, only where it is one of one split and of the lengths that are passed; no
+  cascade, which sums a common prefix apart.
 
 FA3 captures whole (``AttentionCGSupport.ALWAYS``): what a step reads is in buffers that keep their places.
 """
@@ -24,7 +25,7 @@ from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
 
 from precgraph.errors import UnsupportedModelError
-from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND, key_bound
+from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import OwnAttention
 
@@ -42,24 +43,29 @@ def require_exact(spec: AttentionSpec) -> None:
             f"heads of width {spec.head_dim}: FlashAttention-3 has other tiles for a paged cache than for whole keys",
             remedy=f"widths {', '.join(map(str, PAGED_QUERY_BOUND))} are exact; the embedded engine serves the others",
         )
+    if spec.window:
+        raise UnsupportedModelError(
+            f"a window of {spec.window} keys: over pages, FlashAttention-3 cuts keys into tiles from where a window "
+            "begins, not from the first key",
+            remedy="the embedded engine serves it",
+        )
 
 
 class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
-    """One split, and bounds on lengths under which FA3 keeps the trainer's tile of keys."""
+    """One split, and a bound on the longest query under which FA3 keeps the trainer's tile of keys."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.aot_schedule = False
-        layers = vllm_config.compilation_config.static_forward_context
-        self.query_bound = PAGED_QUERY_BOUND[kv_cache_spec.head_size]
-        self.longest_window = max(layers[name].sliding_window or 0 for name in layer_names)
+        self.max_num_splits = 1
+        self.headdim = kv_cache_spec.head_size
+        self.query_bound = PAGED_QUERY_BOUND[self.headdim]
+        self.aot_schedule &= self.query_bound == 1
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         metadata = super().build(0, common_attn_metadata, fast_build)
-        metadata.max_num_splits = 1
+        if metadata.max_num_splits != 1:  # vLLM bounds the splits of captured sizes only, those of its schedule too
+            metadata.max_num_splits, metadata.scheduler_metadata = 1, None
         metadata.max_query_len = max(metadata.max_query_len, self.query_bound)
-        metadata.max_seq_len = key_bound(metadata.max_seq_len, self.longest_window)
-        metadata.scheduler_metadata = None
         return metadata
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:

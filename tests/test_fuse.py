@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import precgraph
 from precgraph import ops
 from precgraph.errors import GraphError, LoweringError
 from precgraph.format import Format
-from precgraph.graph import Precision, precision
+from precgraph.graph import Precision, op_name, precision
 from precgraph.lowering import fuse, registry
 from precgraph.lowering.fuse import Fused, Fusion, Of
 from precgraph.lowering.program import Program
@@ -104,12 +105,30 @@ def test_fused_programs_give_the_same_bits(name: str, checkpoint: bool, monkeypa
 
 
 def test_groups_lie_in_one_segment_and_phase() -> None:
+    """But for the add that ends a layer: it is in the group of the next layer's norm."""
     graph = precgraph.compile(causal_lm("qwen3"), "train").precgraph.graph
-    groups: dict[str, set[tuple[str, str]]] = {}
+    groups: dict[str, list[fx.Node]] = {}
     for node in graph:
         if precision(node).fusion:
-            groups.setdefault(str(precision(node).fusion), set()).add((precision(node).segment, precision(node).phase))
-    assert groups and all(len(places) == 1 for places in groups.values())
+            groups.setdefault(str(precision(node).fusion), []).append(node)
+    apart = []
+    for members in groups.values():
+        assert len({precision(n).phase for n in members}) == 1
+        segments = [precision(n).segment for n in members]
+        if len(set(segments)) > 1:
+            apart.append((segments[0], op_name(members[0]), set(segments[1:])))
+    segments = [s for s in graph.segments() if s != "embed"]
+    assert apart == [(a, "add", {b}) for a, b in pairwise(segments)]
+
+
+def test_a_rollout_adds_and_norms_in_one_call_across_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its body is one block, in which the last add alone has no norm to go with: that is in the head."""
+    monkeypatch.setattr(fuse, "_FUSIONS", [Fusion("any", "reference", own_kernels)])
+    program = precgraph.compile(causal_lm("qwen3"), "infer").precgraph.runner.program
+    ops_of = {n.name: op_name(n) for n in program.graph}
+    by_segment = [step for segment in program.segments for step in segment.forward()[0].steps]
+    alone = [[s.name for s in steps if ops_of.get(s.name) == "add"] for steps in (by_segment, program.body.steps)]
+    assert len(alone[0]) == len(program.segments) - 2 and alone[1] == list(program.body.outputs)
 
 
 def test_a_group_that_reads_itself_through_another_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

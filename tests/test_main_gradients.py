@@ -52,14 +52,20 @@ def test_rounded_they_are_the_plain_gradients(family: str) -> None:
 
 
 def test_two_micro_batches_are_one_batch() -> None:
-    """Each holds one group of tokens, so their fp32 sums are added in the order of one batch of both."""
+    """Each holds one group of tokens, so their fp32 sums are added in the order of one batch of both. But for lm_head's
+    bf16 product, whose order along tokens is the CPU library's own."""
     whole, parts = compiled("float32"), compiled("float32")
     backward(whole, IDS)
     for row in IDS.split(1):
         backward(parts, row)
     for name, parameter in whole.named_parameters():
-        if hasattr(parameter, "main_grad"):
-            assert torch.equal(dict(parts.named_parameters())[name].main_grad, parameter.main_grad), name
+        if not hasattr(parameter, "main_grad"):
+            continue
+        other = dict(parts.named_parameters())[name].main_grad
+        if name == "lm_head.weight":
+            assert (other - parameter.main_grad).norm() < 1e-5 * parameter.main_grad.norm()
+        else:
+            assert torch.equal(other, parameter.main_grad), name
 
 
 def test_checkpointing_adds_once() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -177,6 +177,12 @@ class Program:
     def kernels(self) -> dict[str, Kernel]:
         """The kernel of every node, by node name."""
         return {n.name: n.meta["kernel"] for n in self.graph if "kernel" in n.meta}
+
+    @cached_property
+    def body(self) -> Block:
+        """The forward of all segments but the last as one block, whose kernels may fuse across segments."""
+        nodes = [n for segment in self.segments[:-1] for n in segment.nodes if _phase(n) == "forward"]
+        return block_of(nodes, self.segments[-1].inputs)
 
     def weights(self, segment: Segment) -> dict[str, PackKey]:
         """The packed weights that a segment's forward reads, by the nodes that they stand for."""

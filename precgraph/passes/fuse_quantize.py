@@ -2,7 +2,8 @@
 
 The groups are annotations (``precision.fusion``); a backend that has a kernel for a group uses it, with the numerics
 of the single operators. The nodes stay, so graphs compare the same whether a backend fuses or not. Groups lie within
-one segment and one phase; a node is in one group at most, by the first rule of :data:`RULES` that claims it.
+one phase; a node is in one group at most, by the first rule of :data:`RULES` that claims it. All but the add before a
+norm lie within one segment too: where segments run one by one, the two are split.
 """
 
 from __future__ import annotations
@@ -24,10 +25,16 @@ def fuse_quantize(graph: PrecisionGraph) -> PrecisionGraph:
     for suffix, rule in RULES:
         for node in list(graph):
             members = [m for m in rule(node) if precision(m).fusion is None]
-            if len(members) > 1 and len({_place(m) for m in members}) == 1:
+            if len(members) > 1 and _together(members):
                 for member in members:
                     annotate(member, fusion=f"{precision(node).module}.{suffix}({node.name})")
     return graph
+
+
+def _together(members: list[fx.Node]) -> bool:
+    """One phase, and one segment but for an add that the group begins with."""
+    rest = members[1:] if is_call(members[0], ops.add) else members
+    return len({_place(m) for m in rest}) == 1 and precision(members[0]).phase == precision(rest[0]).phase
 
 
 def _place(node: fx.Node) -> tuple[str, str]:
@@ -51,13 +58,11 @@ def _quantizers(node: fx.Node, place: tuple[str, str] | None = None) -> list[fx.
 
 
 def norm_quantize(node: fx.Node) -> list[fx.Node]:
-    """The residual add before a norm (of one segment with it), the norm, its quantisers."""
-    quantizers = _quantizers(node, _place(node)) if is_call(node, ops.rms_norm) else []
-    if not quantizers:
+    """The residual add before a norm, the norm, its quantisers."""
+    if not is_call(node, ops.rms_norm):
         return []
-    source = node.args[0]
-    before = [source] if is_call(source, ops.add) and _place(source) == _place(node) else []  # type: ignore[arg-type]
-    return [*before, node, *quantizers]  # type: ignore[list-item]
+    before = [node.args[0]] if is_call(node.args[0], ops.add) else []
+    return [*before, node, *_quantizers(node, _place(node))]  # type: ignore[list-item]
 
 
 def gated_quantize(node: fx.Node) -> list[fx.Node]:

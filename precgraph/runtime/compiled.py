@@ -82,9 +82,15 @@ class Compiled:
         self, ids: Tensor, positions: Tensor, context: AttentionContext | OwnAttention, *, checkpoint: bool = False
     ) -> Tensor:
         """:meth:`hidden` for engines, which call :meth:`ready` once before many steps."""
-        body, head = self.runner.program.segments[:-1], self.runner.program.segments[-1]
+        program = self.runner.program
+        *body, head = program.segments
+        enters = _hidden_inputs(head)
         values = {"input_ids": ids, "position_ids": positions, "context": context}
-        hidden: Tensor = self.runner.run(values, _hidden_inputs(head), segments=body, checkpoint=checkpoint)[0]
+        if self.mode == "infer" or not torch.is_grad_enabled():
+            results = self.runner.run_block(program.body, values)
+        else:
+            results = self.runner.run(values, enters, segments=body, checkpoint=checkpoint)
+        hidden: Tensor = results[0]
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -53,6 +53,12 @@ class Runner:
                         live.pop(name, None)
         return [live[name] for name in outputs]
 
+    def run_block(self, block: Block, values: Mapping[str, Any]) -> Sequence[Any]:
+        """The outputs of a forward block of the program on ``values``, without gradients."""
+        require_numerics_state()
+        with _no_autocast(self.store.device), torch.no_grad():  # none may grow out of the kernels' own operations
+            return block.run(self._values(block, values), checked=self.checked)
+
     def _run_segment(self, segment: Segment, live: dict[str, Any], checkpoint: bool) -> None:
         inputs = {n: live[n] for n in (*segment.inputs, "context") if n in live}
         border = [n for n in segment.inputs if n in segment.gradients or n in segment.sinks]

@@ -13,6 +13,7 @@ what the card does in decoding steps, of a run of its own.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import random
 import statistics
@@ -89,6 +90,7 @@ def throughput(engine: str, options: argparse.Namespace) -> None:
     begun = time.monotonic()
     llm = start(engine, options)
     report(start_s=time.monotonic() - begun, weights_gib=weights_gib(llm), cache_tokens=cache_tokens(llm))
+    gc.freeze()  # as vLLM's server does: or this process, which reads the replies, is what is measured
     for requests in options.requests:
         run(llm, options, requests, options.warmup_len)
         report(requests=requests, **run(llm, options, requests, options.output_len))

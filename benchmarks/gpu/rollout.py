@@ -6,8 +6,9 @@ with time to first token, memory and start-up. ``bf16`` and ``fp8`` are vLLM as 
 graphs, its own choice of runner and attention, ``quantization="fp8_per_block"``); all engines run in a process of their
 own with asynchronous scheduling, and report the sampled tokens' log-probabilities. ``schedule`` is ``ours`` with vLLM's
 own splits and tiles of attention, fast and not exact: what exactness costs. ``kernels`` compiles DeepGEMM's kernels in
-parallel before; ``sync`` and ``ipc`` time weight updates in one process and between two. ``--profile`` adds a table of
-what the card does in decoding steps, of a run of its own.
+parallel before; ``sync`` and ``ipc`` time weight updates in one process and between two. ``--profile decode``, or, of
+512 requests, ``prefill``, adds a table of what the card does in such steps, of a run of its own; throughput is then that
+of an engine whose steps are annotated, so lower.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ UNITS = {"tokens/s": "1/s", "ttft_s": "s", "start_s": "s", "weights_gib": "GiB",
          "growth_mib": "MiB", "compile_s": "s"}  # fmt: skip
 COMPILERS = 12  # processes that compile kernels at once
 SYNCS = 50
-PREFILL_STEPS, PROFILED = 48, 16  # steps that a profile leaves out, for prompts, and those that it shows
-PROFILED_LEN = PREFILL_STEPS + 3 * PROFILED  # new tokens of a run that is profiled
+SKIPPED = {"prefill": 4, "decode": 48}  # steps before those that a profile shows; 512 prompts take 32
+PROFILED = 16  # steps that it shows
+PROFILED_LEN = SKIPPED["decode"] + 3 * PROFILED  # new tokens of a run that is profiled
 
 
 def arguments() -> argparse.Namespace:
@@ -51,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup-len", type=int, default=16, help="new tokens of the run that warms up")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--block-size", type=int, help="tokens of a page of the cache, in precgraph's engines")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--profile", choices=SKIPPED)
     add_options(parser, limit=900)
     return parser.parse_args()
 
@@ -99,13 +101,13 @@ def throughput(engine: str, options: argparse.Namespace) -> None:
 
 
 def profile(engine: str, llm: Any, options: argparse.Namespace, requests: int) -> None:
-    """Print, to the part's log, where the card's time goes in steps that only decode."""
+    """Print, to the part's log, where the card's time goes in some steps of a run."""
     before = set(options.logs.glob("*.json.gz"))
     llm.start_profile()
     run(llm, options, requests, PROFILED_LEN)
     llm.stop_profile()
     for trace in set(options.logs.glob("*.json.gz")) - before:
-        tell(f"{engine}, {requests} requests, decoding", of_trace(trace), PROFILED)
+        tell(f"{engine}, {requests} requests, {options.profile}", of_trace(trace), PROFILED)
         trace.rename(options.logs / f"{engine}-{requests}.trace.gz")
 
 
@@ -115,14 +117,14 @@ def start(engine: str, options: argparse.Namespace) -> Any:
     limits: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92,
         "max_num_batched_tokens": 8192, "max_num_seqs": max(options.requests),
-        "max_model_len": options.input_len + max(options.output_len, PROFILED_LEN * options.profile) + 16,
+        "max_model_len": options.input_len + max(options.output_len, PROFILED_LEN if options.profile else 0) + 16,
         "enable_prefix_caching": False, "disable_log_stats": False,
     }  # fmt: skip
     if options.profile:
         limits["profiler_config"] = {
             "profiler": "torch", "torch_profiler_dir": str(options.logs.absolute()), "ignore_frontend": True,
             "torch_profiler_with_stack": False, "torch_profiler_dump_cuda_time_total": False,
-            "delay_iterations": PREFILL_STEPS, "max_iterations": PROFILED - 1,  # it stops in the step after those
+            "delay_iterations": SKIPPED[options.profile], "max_iterations": PROFILED,
         }  # fmt: skip
     if engine in ("ours", "schedule"):
         from precgraph.vllm import LLM

@@ -149,8 +149,12 @@ class Trainer:
             self._interruptible = False
             self.optimizer.discard()
             self.stream.position = position
-            if self.optimizer.steps != updates:
-                raise  # in the middle of several updates: the last checkpoint is the state to go back to
+            if self.optimizer.steps != updates:  # in an update, or between two
+                self.console.print(
+                    "[yellow]this step had begun its update and is not saved; go on from the last checkpoint with: "
+                    f"precgraph-train resume {self.config.directory}[/yellow]", soft_wrap=True,
+                )  # fmt: skip
+                raise
             self.step = step  # it may be past an update that was skipped
             checkpoint.set_random_state(random)
             self.save()

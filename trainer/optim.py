@@ -99,7 +99,8 @@ class MasterOptimizer:
     def step(self) -> dict[str, float]:
         """One update with the collected gradients, which are used up; returns ``grad_norm`` before clipping and ``lr``.
 
-        UpdateError, before anything has changed, if the norm is not finite.
+        UpdateError, before anything has changed, if the norm is not finite. Whatever else stops it, in whatever place,
+        ``steps`` tells that something may have changed.
         """
         norm = self.gradient_norm()
         if not norm < float("inf"):
@@ -110,6 +111,7 @@ class MasterOptimizer:
             )
         scale = min(1.0, self.table.clip / (norm + 1e-6)) if self.table.clip else 1.0
         rate = self._rate(self.steps)
+        self.steps += 1  # from here on the state is another one, be it that of an update that broke off
         for name, master in self.masters.items():
             grad = self._sums.pop(name, None)
             if grad is not None:
@@ -120,7 +122,6 @@ class MasterOptimizer:
         if self.table.masters == "fp32":
             for name, parameter in self.parameters.items():
                 parameter.copy_(self.masters[name])
-        self.steps += 1
         return {"grad_norm": norm, "lr": rate}
 
     def _rate(self, step: int) -> float:

@@ -600,6 +600,30 @@ def test_a_signal_waits_for_no_lock_of_the_console(tmp_path: Path, monkeypatch: 
     assert "stopping once the update is whole" in made.console.file.getvalue()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("masters", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault", [KeyboardInterrupt, RuntimeError])
+def test_half_an_update_is_never_saved(tmp_path: Path, masters: str, fault: type[BaseException]) -> None:
+    """A second Ctrl-C, or a card without memory, when some of the weights have moved: the step is made again."""
+    made = trainer(tmp_path / "parts", run={"steps": 3, "save_every": 0}, optimizer={"masters": masters})
+    made.console = Console(file=io.StringIO(), width=200)
+    real = made.optimizer.optimizer.step
+
+    def step() -> None:
+        real()
+        if made.step == 1:
+            raise fault("in the middle")
+
+    made.optimizer.optimizer.step = step  # type: ignore[method-assign]
+    with pytest.raises(fault):
+        made.run()
+    assert "is not saved; go on from the last checkpoint" in made.console.file.getvalue()  # type: ignore[attr-defined]
+    assert checkpoint.steps(tmp_path / "parts") == [0]
+    again = weights(resumed(tmp_path / "parts", run={"steps": 3}, optimizer={"masters": masters}))
+    whole = trainer(tmp_path / "whole", run={"steps": 3}, optimizer={"masters": masters})
+    whole.run()
+    assert equal(again, weights(whole))
+
+
 def test_under_nohup_a_hangup_stops_nothing(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

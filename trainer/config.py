@@ -182,8 +182,9 @@ class TrainTable:
 class MetricsTable:
     """``asserts`` such as ``mismatch/max == 0`` stop the run when broken; ``names`` adds the mismatch figures under the
     names of trl, verl, nemo or prime. ``threshold`` is the difference from which a token counts as off.
-    ``masked_alarm`` is the share of sequences that a correction may mask before it is an alarm. ``log_tokens`` writes
-    every token and its log-probabilities to ``rollout/STEP.jsonl``, a log for ``precgraph audit``."""
+    ``masked_alarm`` is the share of sequences that a correction may mask, step after step, before it is an alarm.
+    ``log_tokens`` writes every token and its log-probabilities to ``rollout/STEP.jsonl``, a log for ``precgraph
+    audit``."""
 
     asserts: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)

@@ -10,6 +10,7 @@ import json
 import math
 import operator
 import re
+import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,6 +104,14 @@ def mismatch(
             if bool((index == i).any()):
                 out[f"mismatch/{name}/{bucket}"] = mean(size, index == i)
     return out
+
+
+_COUNTED_BY = {"mismatch": "mismatch/tokens", "correction": "update/steps", "kl": "update/steps"}
+
+
+def averaged(record: Mapping[str, Any], name: str) -> bool:
+    """Whether there was anything that a step's mean is of: a response with a token, an update."""
+    return record.get(_COUNTED_BY.get(name.partition("/")[0], "")) != 0
 
 
 def foreign(record: Mapping[str, Any], names: Iterable[str]) -> Record:
@@ -277,14 +286,39 @@ class Trend:
         return slope * (n - 1) > math.log(self.growth) and sxy**2 > self.fit * sxx * syy
 
 
+@dataclass
+class Level:
+    """Whether a quantity stays above ``limit``: judged on the median of the window, never on one value."""
+
+    limit: float
+    window: int = 5
+    values: deque[float] = field(default_factory=deque)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    def add(self, value: float) -> bool:
+        """Take a step's value; True if the window is above the limit now."""
+        self.values.append(value)
+        if len(self.values) > self.window:
+            self.values.popleft()
+        return len(self.values) == self.window and self.median > self.limit
+
+
 class Alarms:
-    """Warnings of a run. ``exact`` says that any mismatch at all is a defect."""
+    """Warnings of a run. ``exact`` says that any mismatch at all is a defect, as is a token that cannot be compared:
+    those are told at once, all else when it lasts."""
 
     TRENDS = ("mismatch/mean", "mismatch/k3")
 
     def __init__(self, table: MetricsTable, *, exact: bool) -> None:
         self.table, self.exact = table, exact
         self.trends = {name: Trend() for name in self.TRENDS}
+        self.error, self.masked = Level(ERROR_LIMIT), Level(table.masked_alarm)
+        self._windows: dict[str, Trend | Level] = {
+            **self.trends, "mismatch/mult_prob_error": self.error, "correction/masked": self.masked,
+        }  # fmt: skip
 
     def check(self, record: Mapping[str, Any]) -> list[str]:
         """The alarms of a step, as sentences."""
@@ -297,26 +331,31 @@ class Alarms:
             )
         if record.get("mismatch/missing"):
             out.append(_incomplete(record))
+        raised = {
+            name for name, window in self._windows.items()
+            if averaged(record, name) and window.add(float(record.get(name) or 0.0))
+        }  # fmt: skip
         for name, trend in self.trends.items():
-            if trend.add(float(record.get(name) or 0.0)):
+            if name in raised:
                 out.append(
                     f"{name} grows steadily: {trend.values[0]:.2e} to {trend.values[-1]:.2e} in {trend.window} steps"
                 )
-        if record.get("mismatch/mult_prob_error", 1.0) > ERROR_LIMIT:
-            out.append(f"mean exp|Δ| is {record['mismatch/mult_prob_error']:.3f}, above {ERROR_LIMIT}")
-        if record.get("correction/masked", 0.0) > self.table.masked_alarm:
-            out.append(f"the correction masks {record['correction/masked']:.1%} of the sequences: it hides a mismatch")
+        lasting = f"in the median of {Level.window} steps"
+        if "mismatch/mult_prob_error" in raised:
+            out.append(f"mean exp|Δ| is {self.error.median:.3f} {lasting}, above {ERROR_LIMIT}")
+        if "correction/masked" in raised:
+            out.append(f"the correction masks {self.masked.median:.1%} of the sequences {lasting}: it hides a mismatch")
         return out
 
     def state(self) -> dict[str, list[float]]:
-        """What the trends remember, for a checkpoint."""
-        return {name: list(t.values) for name, t in self.trends.items()}
+        """What the windows remember, for a checkpoint."""
+        return {name: list(window.values) for name, window in self._windows.items()}
 
     def load(self, state: Mapping[str, Sequence[float]]) -> None:
         """Inverse of :meth:`state`."""
         for name, values in state.items():
-            if name in self.trends:
-                self.trends[name].values = deque(values)
+            if name in self._windows:
+                self._windows[name].values = deque(values)
 
 
 # ---------------------------------------------------------------------------------------- recorder

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from trainer.config import Config, load_run
 from trainer.errors import TrainerError
-from trainer.metrics import Record, read_records
+from trainer.metrics import Record, averaged, read_records
 
 PANELS = (
     ("reward/mean", "reward"), ("response/length", "response length (tokens)"), ("entropy/mean", "entropy (nats)"),
@@ -100,10 +100,11 @@ class Run:
 
 
 def points(run: Run, key: str) -> list[tuple[int, float]]:
-    """Step and value of each record that has one; a run without a KL term has no KL, though its records say 0."""
+    """Step and value of each record that has one. A run without a KL term has no KL, a step without a token no
+    mismatch, though the records say 0."""
     if key == "kl/reference" and not run.config.algorithm.kl:
         return []
-    return [(r["step"], float(r[key])) for r in run.records if r.get(key) is not None]
+    return [(r["step"], float(r[key])) for r in run.records if r.get(key) is not None and averaged(r, key)]
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:

@@ -33,7 +33,8 @@ def measure(trainer: Trainer, collected: Collected, result: Result, version: int
     }
     record |= _responses(trainer, collected)
     record |= result.measures
-    record["entropy/mean"] = mean(tokens.entropy, ~tokens.entropy.isnan())
+    if bool((known := ~tokens.entropy.isnan()).any()):
+        record["entropy/mean"] = mean(tokens.entropy, known)
     record |= mismatch(
         tokens.rollout, tokens.trainer, tokens.entropy, tokens.place, tokens.sequence, [s.serial for s in samples],
         config.metrics.threshold,
@@ -48,7 +49,7 @@ def measure(trainer: Trainer, collected: Collected, result: Result, version: int
         "data/rounds": collected.rounds,
         "memory/peak_gb": _memory(trainer.device),
     }
-    computed = result.computed | {"rollout": collected.generated}
+    computed = result.computed | {"rollout": sum(length for _, length, _ in collected.sampled)}
     for phase, seconds in result.seconds.items():
         record[f"time/{phase}"] = seconds
         if phase in computed and seconds > 0:
@@ -57,8 +58,8 @@ def measure(trainer: Trainer, collected: Collected, result: Result, version: int
 
 
 def _responses(trainer: Trainer, collected: Collected) -> Record:
-    samples, rewards = collected.samples, torch.tensor(collected.rewards, dtype=torch.float64)
-    lengths = torch.tensor([len(s.tokens) for s in samples], dtype=torch.float64)
+    samples = collected.samples
+    rewards, lengths, truncated = torch.tensor(collected.sampled, dtype=torch.float64).unbind(-1)
     groups = rewards.reshape(-1, trainer.config.rollout.samples)
     kept = torch.tensor([v for s in samples for v in s.kept_mass], dtype=torch.float64)
     shown: list[dict[str, Any]] = [
@@ -69,12 +70,12 @@ def _responses(trainer: Trainer, collected: Collected) -> Record:
     ]
     return {
         "reward/mean": mean(rewards),
-        "reward/std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+        "reward/std": float(rewards.std()),
         "reward/pass_rate": mean((rewards >= 1).double()),
         "reward/zero_spread": mean(degenerate(groups).double()),
         "response/length": mean(lengths),
-        "response/length_max": float(lengths.max()) if len(lengths) else 0.0,
-        "response/truncated": mean(torch.tensor([float(s.truncated) for s in samples])),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": mean(truncated),
         "sampling/kept_mass": mean(kept) if len(kept) else 1.0,
         "samples": shown,
     }
@@ -130,9 +131,10 @@ def log_tokens(trainer: Trainer, collected: Collected, result: Result, version: 
 def line_of(record: Record) -> str:
     """A step in one line of the terminal."""
     off, compared = record["mismatch/max"], record["mismatch/tokens"]
+    entropy = f"{record['entropy/mean']:.3f}" if "entropy/mean" in record else "–"
     return (
         f"step {record['step']:>4}  reward {record['reward/mean']:.3f}  pass {record['reward/pass_rate']:.2f}  len "
-        f"{record['response/length']:.0f}  cut {record['response/truncated']:.2f}  ent {record['entropy/mean']:.3f}  "
+        f"{record['response/length']:.0f}  cut {record['response/truncated']:.2f}  ent {entropy}  "
         f"max|Δ| {f'{off:.1e}' if off else '0.0' if compared else 'not measured'}  {record['time/step']:.1f} s"
     )
 

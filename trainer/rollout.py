@@ -114,8 +114,9 @@ def build_rollout(pair: Pair, config: Config) -> Rollout:
 class Collected:
     """A step's samples, group after group, and their raw rewards.
 
-    ``dropped`` counts groups that dynamic sampling replaced, ``too_long`` prompts that do not fit the context,
-    ``generated`` all tokens that were sampled.
+    ``dropped`` counts groups that dynamic sampling replaced, ``too_long`` prompts that do not fit the context.
+    ``sampled`` are reward, length and whether it was truncated, of each response that was drawn, those of the replaced
+    groups too: what is left without them says little of the policy, and of a perfect one nothing is left.
     """
 
     samples: list[Sample] = field(default_factory=list)
@@ -124,7 +125,7 @@ class Collected:
     dropped: int = 0
     rounds: int = 0
     too_long: int = 0
-    generated: int = 0
+    sampled: list[tuple[float, int, bool]] = field(default_factory=list)
 
 
 @dataclass
@@ -176,9 +177,9 @@ class Collector:
         for (item, ids), group in zip(prompts, completions, strict=True):
             number = out.dropped + len(out.samples) // self.config.rollout.samples
             samples = [as_sample(c, ids, item.id, number, f"{step}.{number}.{j}", version) for j, c in enumerate(group)]
-            out.generated += sum(len(s.tokens) for s in samples)
             texts = [self.text(s.tokens) for s in samples]
             rewards = [self.task.score(item, text) for text in texts]
+            out.sampled += [(r, len(s.tokens), s.truncated) for r, s in zip(rewards, samples, strict=True)]
             if self.config.rollout.dynamic and len(set(rewards)) == 1:
                 out.dropped += 1
                 continue

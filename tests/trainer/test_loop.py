@@ -44,6 +44,7 @@ from trainer.errors import (
 )
 from trainer.loop import Trainer
 from trainer.metrics import Record, read_records
+from trainer.plot import points, read_runs
 
 _PAIRS: dict[tuple[str, float], tuple[Any, dict[str, Tensor]]] = {}
 _MADE: list[Trainer] = []
@@ -332,8 +333,24 @@ def test_dynamic_sampling_replaces_groups_of_equal_rewards(tmp_path: Path) -> No
 
     made = trainer(tmp_path, task=tiny.task(score), rollout={"groups": 3, "dynamic": True, "max_rounds": 8})
     record = made.train_step()
-    assert record["data/dropped_groups"] > 0 and record["data/rounds"] > 1 and record["reward/zero_spread"] == 0.0
-    assert record["data/position"] == 3 + record["data/dropped_groups"]
+    dropped, all_groups = record["data/dropped_groups"], record["data/position"]
+    assert dropped > 0 and record["data/rounds"] > 1 and all_groups == 3 + dropped
+    # What was replaced is measured all the same: half of the rewards of three groups are 1, and all others 0.
+    assert record["reward/zero_spread"] == pytest.approx(dropped / all_groups)
+    assert record["reward/mean"] == record["reward/pass_rate"] == pytest.approx(1.5 / all_groups)
+
+
+def test_a_policy_without_a_fault_is_not_said_to_have_failed(tmp_path: Path) -> None:
+    """Dynamic sampling leaves it no group: rewards are those that were given, and no mismatch or entropy is drawn."""
+    made = trainer(tmp_path, task=tiny.task(lambda item, text: 1.0), rollout={"dynamic": True, "max_rounds": 2})
+    made.run()
+    (run,) = read_runs([tmp_path])
+    for record in run.records:
+        assert record["reward/mean"] == record["reward/pass_rate"] == record["reward/zero_spread"] == 1.0
+        assert 0 < record["response/length"] <= record["response/length_max"] <= 12 and record["alarms"] == []
+        assert record["mismatch/tokens"] == 0 and record["data/dropped_groups"] == 4
+        assert record["speed/rollout"] * record["time/rollout"] == pytest.approx(16 * record["response/length"])
+    assert [points(run, key) for key in ("entropy/mean", "mismatch/max", "mismatch/mean")] == [[], [], []]
 
 
 def test_when_nothing_teaches_nothing_changes(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import re
 import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from trainer.errors import ConfigError, MetricAssertionError, TrainerError, near
 from trainer.files import replace_text
 
 Record = dict[str, Any]
+WANDB_ID = "wandb-id"  # what makes a resumed run go on in its own curves
 
 # The same figures as other trainers log them. verl and NeMo-RL count Δ as trainer − rollout, as we do.
 FOREIGN: dict[str, dict[str, str]] = {
@@ -399,27 +401,35 @@ class Recorder:
             kept = [r for r in read_records(directory) if r["step"] < step]
             replace_text(self.path, "".join(f"{json.dumps(r)}\n" for r in kept))
             self.last = kept[-1] if kept else {}
-        self._file = self.path.open("a", encoding="utf-8")
+        else:
+            self.path.touch()
         self._board = _tensorboard(directory, step) if table.tensorboard else None
         self._wandb = _wandb(directory, config) if table.wandb else None
 
     def write(self, record: Record) -> None:
-        """Append a step's record, or what has come to the last one; in the file when this returns."""
+        """Append a step's record, or what has come to the last one; in the file when this returns. TrainerError if that
+        fails, on a full disk for one."""
         self.last = self.last | record if self.last.get("step") == record["step"] else record
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
-        if self._board is not None:
-            for name, value in numbers.items():
-                self._board.add_scalar(name, value, record["step"])
-            self._board.flush()
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+            if self._board is not None:
+                for name, value in numbers.items():
+                    self._board.add_scalar(name, value, record["step"])
+                self._board.flush()
+        except OSError as error:
+            raise TrainerError(
+                f"step {record['step']} cannot be recorded: {error.strerror or error}", path=str(self.path.parent),
+                remedy=f"make room, and go on from the last checkpoint: precgraph-train resume {self.path.parent}",
+            ) from error  # fmt: skip
         if self._wandb is not None:
             self._wandb.log(numbers, step=record["step"])
 
     def close(self) -> None:
-        self._file.close()
         if self._board is not None:
-            self._board.close()
+            with suppress(OSError):  # write() has flushed it, or has said why it could not
+                self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -441,4 +451,10 @@ def _wandb(directory: Path, config: Mapping[str, Any]) -> Any:
         raise ConfigError(
             "metrics.wandb needs wandb", remedy="pip install wandb, or set metrics.wandb = false"
         ) from error
-    return wandb.init(project="precgraph", name=directory.name, dir=str(directory), config=dict(config), resume="allow")
+    place = directory / WANDB_ID
+    known = place.read_text(encoding="utf-8") if place.exists() else None
+    run = wandb.init(
+        project="precgraph", name=directory.name, dir=str(directory), config=dict(config), id=known, resume="allow"
+    )
+    replace_text(place, run.id)
+    return run

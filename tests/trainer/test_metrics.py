@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -298,6 +300,51 @@ def test_a_full_disk_leaves_the_files_of_a_run_as_they_were(tmp_path: Path, full
         with pytest.raises(TrainerError, match=r"config\.toml: cannot be written: File too large"):
             config.save(tmp_path / "config.toml")
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("board", [False, True])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the board's writer has one
+def test_a_record_that_does_not_fit_on_the_disk(tmp_path: Path, full_disk: Any, board: bool) -> None:
+    """It is one message, which closing does not replace; what was cut off is dropped when the run goes on."""
+    table = MetricsTable(tensorboard=board)
+    recorder = Recorder(tmp_path, table, 0, {})
+    recorder.write({"step": 0, "reward/mean": 0.5})
+    with (
+        full_disk(100),
+        pytest.raises(TrainerError, match=r"step 1 cannot be recorded: File too large; make room, .* resume"),
+    ):
+        for number in range(9):  # the board's thread may be a record behind
+            recorder.write({"step": 1, f"reward/{number}": 1.0, "samples": [] if board else ["x" * 99]})
+    recorder.close()
+    assert [r["step"] for r in read_records(tmp_path)][:1] == [0]
+    again = Recorder(tmp_path, table, 1, {})
+    again.write({"step": 1, "reward/mean": 1.0})
+    again.close()
+    assert read_records(tmp_path) == [{"step": 0, "reward/mean": 0.5}, {"step": 1, "reward/mean": 1.0}]
+
+
+def test_a_resumed_run_goes_on_in_its_own_curves_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its id, which wandb makes, is kept in the run directory; another directory, such as a fork's, is another run."""
+    begun: list[dict[str, Any]] = []
+    logged: list[tuple[str, dict[str, Any], int]] = []
+
+    def init(**options: Any) -> SimpleNamespace:
+        begun.append(options)
+        name = options["id"] or f"made-{len(begun)}"
+        return SimpleNamespace(
+            id=name, log=lambda numbers, step: logged.append((name, numbers, step)), finish=lambda: None
+        )
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    table = MetricsTable(tensorboard=False, wandb=True)
+    for step, name in ((0, "run"), (1, "run"), (1, "fork")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        recorder = Recorder(tmp_path / name, table, step, {"run": {"seed": 3}})
+        recorder.write({"step": step, "reward/mean": 0.5, "graph/digest": "x", "alarms": []})
+        recorder.close()
+    numbers = {"reward/mean": 0.5}
+    assert logged == [("made-1", numbers, 0), ("made-1", numbers, 1), ("made-3", numbers, 1)]
+    assert begun[1]["id"] == "made-1" and begun[1]["resume"] == "allow" and begun[1]["config"] == {"run": {"seed": 3}}
 
 
 @pytest.mark.parametrize("line", [b"xx", b"[]", b"\xff", b'{"step": "0"}'])

@@ -23,11 +23,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from precgraph.checkpoint import whole
 from trainer import changes, checkpoint, loss
+from trainer.alarms import Alarms
 from trainer.config import Config
 from trainer.errors import ConfigError, InconsistentError, InterruptedRunError, MetricAssertionError, TrainerError
 from trainer.lock import locked
 from trainer.metrics import (
-    Alarms,
     Assertion,
     Record,
     Recorder,

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from tests.trainer import tiny
+from trainer.alarms import Alarms, Trend
 from trainer.config import MetricsTable
 from trainer.errors import ConfigError, MetricAssertionError, TrainerError
 from trainer.metrics import (
     KNOWN,
-    Alarms,
     Assertion,
     Recorder,
-    Trend,
     bucket_names,
     foreign,
     mean,

@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from precgraph.cli.console import Debug, Group, ending_with_its_reader
+from precgraph.cli.console import Debug, Group, ending_with_its_reader, progress
 from precgraph.cli.console import settings as options
 from precgraph.errors import PrecGraphError
 from trainer.changes import FILE, Changes, require_same_run, since
@@ -34,11 +34,17 @@ app = typer.Typer(
 Settings = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Set a key of the configuration.")]
 Asserts = Annotated[
     list[str] | None,
-    typer.Option("--assert", metavar="EXPR", help="Stop with exit code 1 when broken: 'mismatch/max == 0'."),
+    typer.Option(
+        "--assert",
+        metavar="EXPR",
+        help="Stop with exit code 1 when broken: 'mismatch/max == 0'. In place of the file's.",
+    ),
 ]
 Names = Annotated[
     list[str] | None,
-    typer.Option("--metric-names", help="Log the mismatch under these names too: trl, verl, nemo or prime."),
+    typer.Option(
+        "--metric-names", help="Log the mismatch under these names too: trl, verl, nemo, prime. In place of the file's."
+    ),
 ]
 Seconds = Annotated[
     float | None,
@@ -65,15 +71,16 @@ def run(
     """Start a run."""
     until = _until(max_seconds)
     resolved = load(config, [*(settings or []), *_more(asserts, metric_names)])
-    from trainer import checkpoint
-    from trainer.lock import locked
-    from trainer.loop import Trainer
-
     console = Console(stderr=True)
+    with _showing(console, "starting torch"):
+        from trainer import checkpoint
+        from trainer.lock import locked
+        from trainer.loop import Trainer
+
     with _screen(), nullcontext() if dry_run else locked(resolved.directory):
         if not dry_run:
             checkpoint.require_free(resolved.directory)
-        with console.status("loading and compiling"):
+        with _showing(console, f"loading and compiling {resolved.model.path}"):
             trainer = Trainer(resolved, console=console)
         _explain(console, trainer)
         if dry_run:
@@ -95,13 +102,13 @@ def resume(
     """Go on with a run from its last checkpoint, or fork it from an earlier one."""
     until, target = _until(max_seconds), into or directory
     changed = [*(settings or []), *_more(asserts, metric_names), f"run.dir={json.dumps(str(target))}"]
-    resolved = load_run(directory, changed)
-    from trainer import checkpoint
-    from trainer.lock import locked
-    from trainer.loop import Trainer
+    resolved, console = load_run(directory, changed), Console(stderr=True)
+    with _showing(console, "starting torch"):
+        from trainer import checkpoint
+        from trainer.lock import locked
+        from trainer.loop import Trainer
 
     checkpoint.find(directory, step)  # before a directory is made
-    console = Console(stderr=True)
     with _screen(), locked(target):
         last = checkpoint.load(directory, step).step
         if step is not None and step != checkpoint.steps(directory)[-1] and into is None:
@@ -115,7 +122,7 @@ def resume(
         if into is None:
             require_same_run(changes, directory)
         _tell_changes(console, changes, last)
-        with console.status("loading and compiling"):
+        with _showing(console, f"loading and compiling {resolved.model.path}"):
             trainer = Trainer(resolved, console=console)
             trainer.restore(directory, last)
         if into is not None:
@@ -134,15 +141,16 @@ def evaluate(
     """Pass rate on held-out items, as JSON on stdout."""
     is_run = target.is_dir()
     resolved = load_run(target, settings or []) if is_run else load(target, settings or [])
-    from trainer.loop import Trainer
-
     console = Console(stderr=True)
+    with _showing(console, "starting torch"):
+        from trainer.loop import Trainer
+
     with _screen():
-        with console.status("loading and compiling"):
+        with _showing(console, f"loading and compiling {resolved.model.path}"):
             trainer = Trainer(resolved, console=console)
             if is_run:
                 trainer.restore(target, step)
-        with console.status("sampling"):
+        with _showing(console, "sampling"):
             typer.echo(json.dumps({"step": trainer.step, **trainer.evaluate()}))
 
 
@@ -153,12 +161,13 @@ def export(
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step instead of the last.")] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: weights, config and tokenizer."""
-    resolved = load_run(directory)
-    from precgraph.checkpoint.whole import require_new
-    from trainer.loop import Trainer
+    resolved, console = load_run(directory), Console(stderr=True)
+    with _showing(console, "starting torch"):
+        from precgraph.checkpoint.whole import require_new
+        from trainer.loop import Trainer
 
     require_new(output)
-    with _screen():
+    with _screen(), _showing(console, f"loading and compiling {resolved.model.path}"):
         trainer = Trainer(resolved)
         trainer.restore(directory, step)
         trainer.export(output)
@@ -204,6 +213,14 @@ def _more(asserts: list[str] | None, names: list[str] | None) -> list[str]:
 def _until(seconds: float | None) -> float | None:
     """The moment at which a command that starts now has run for so long."""
     return None if seconds is None else time.monotonic() + seconds
+
+
+@contextmanager
+def _showing(console: Console, what: str) -> Iterator[None]:
+    """A clock beside what takes a while."""
+    with progress(console) as show:
+        show(what)
+        yield
 
 
 @contextmanager

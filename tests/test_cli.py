@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
+from rich.console import Console
 from torch import Tensor, nn
 from transformers import GPT2Config
 from typer.testing import CliRunner, Result
@@ -24,6 +26,7 @@ import precgraph
 from precgraph import PrecisionGraph, Recipe, TraceError
 from precgraph.cli import app
 from precgraph.cli.check import READS
+from precgraph.cli.console import progress
 from precgraph.cli.show import _pass_names
 from precgraph.lowering import lower as lowering
 from precgraph.report import load
@@ -161,6 +164,15 @@ def test_libraries_say_nothing(tmp_path: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert "bos_token_id" in process("check", tmp_path, "--debug").stderr
+
+
+def test_progress_keeps_its_clock_beside_a_long_text() -> None:
+    """A path may be wider than the line; brackets in it are no markup."""
+    screen = Console(file=StringIO(), force_terminal=True, width=40, color_system=None)
+    with progress(screen) as step:
+        step("reading [red] " + "x" * 29)  # 43 characters in 30 columns
+    drawn = screen.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"reading \[red\] x{15}… 0:00:0\d", drawn), drawn
 
 
 def test_json_is_a_flag_and_a_file_is_named_with_o() -> None:

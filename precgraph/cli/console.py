@@ -32,6 +32,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and the li
 _GONE = 141  # 128 + SIGPIPE
 _CHECKPOINT = ("*config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer*", "*.gguf")  # of its directory
 PIPED_WIDTH = 160  # columns of a table that goes to a file or a pipe
+_BESIDE = 10  # columns of a spinner and a clock, with a space each
 
 
 @dataclass
@@ -152,15 +153,20 @@ def console(*, stderr: bool = False) -> Console:
 
 
 @contextmanager
-def progress() -> Iterator[Callable[[str], None]]:
-    """A spinner and a clock on stderr, if that is a terminal; call the result with what is being done now."""
+def progress(out: Console | None = None) -> Iterator[Callable[[str], None]]:
+    """A spinner and a clock on ``out`` (stderr), if that is a terminal; call the result with what is being done now."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
-    out = console(stderr=True)
+    columns = [SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()]
+    out = out or console(stderr=True)
     with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as bar:
         task = bar.add_task("", total=None)
-        yield lambda text: bar.update(task, description=text)
+        # A text that is wider than the line would push spinner and clock off it: what takes minutes would stand still.
+        yield lambda text: bar.update(task, description=_shortened(text, out.width - _BESIDE))
+
+
+def _shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
 def write_json(data: Any, path: Path | None = None) -> None:

@@ -121,13 +121,13 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
-    """Seeds together, with a label each: the arm, and the first run's name where arms do not tell them apart."""
+    """Seeds together, with a label each: the arm, and the first run's directory where arms do not tell them apart."""
     by: dict[str, list[Run]] = {}
     for run in runs:
         by.setdefault(run.experiment, []).append(run)
     arms = [members[0].config.precision.arm for members in by.values()]
     return [
-        (arm if arms.count(arm) == 1 else f"{arm} ({members[0].config.run.name})", members)
+        (arm if arms.count(arm) == 1 else f"{arm} ({members[0].name})", members)
         for arm, members in zip(arms, by.values(), strict=True)
     ]
 

@@ -303,7 +303,10 @@ def compile(
     if mode not in ("train", "infer"):
         raise InputError(f"mode must be 'train' or 'infer', not {mode!r}")
     if not isinstance(model, nn.Module):
-        raise InputError(f"compile takes a torch module, not {type(model).__name__}")
+        raise InputError(
+            f"compile takes a torch module, not {type(model).__name__}",
+            remedy="load a model with AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16)",
+        )
     if recipe is not None and not isinstance(recipe, Recipe):
         raise InputError(f"recipe must be a Recipe, not {recipe!r}", remedy="Recipe.preset(name) or Recipe.load(path)")
     if recompute is not None and recompute not in RECOMPUTE:

@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.trainer import tiny
 from trainer import plot
 from trainer.errors import TrainerError
-from trainer.plot import FINAL, WINDOWS, moving_mean, plot_runs, read_runs, rows, spread, summary
+from trainer.plot import FINAL, WINDOWS, groups, moving_mean, plot_runs, read_runs, rows, spread, summary
 
 
 def written(directory: Path, records: Sequence[dict[str, Any]], **tables: dict[str, Any]) -> Path:
@@ -92,6 +92,14 @@ def test_a_fork_is_no_seed_of_its_own(tmp_path: Path) -> None:
     assert row["seeds"] == "1 (2 runs)" and row["reward"] == "1.50"
     row = cells([tmp_path / "origin", tmp_path / "fork", tmp_path / "other"])
     assert row["seeds"] == "2 (3 runs)" and row["reward"] == "2.50 ± 1.41"
+
+
+def test_experiments_of_one_arm_are_told_apart_by_their_directories(tmp_path: Path) -> None:
+    """A fork with another rate has its origin's ``run.name``."""
+    for name, lr in (("origin", 1e-3), ("fork", 2e-3)):
+        written(tmp_path / name, [{"reward/mean": 1.0}], run={"name": "run"}, optimizer={"lr": lr})
+    labels = [label for label, _ in groups(read_runs([tmp_path / "origin", tmp_path / "fork"]))]
+    assert labels == ["exact (origin)", "exact (fork)"]
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, req
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
+    OVERLAPPING,
     Rule,
     activation_slope,
     activation_value,
@@ -40,7 +41,6 @@ from precgraph.lowering.triton.primitives import (
     inside_tile,
     load_tile,
     narrow,
-    overlapping,
     require,
     rule,
     source,
@@ -106,7 +106,7 @@ def fused_gated(
     meaning = (activation, source(rows_fmt, tokens_fmt), rows_rule)
     grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
     if tokens is None:
-        _gated_kernel[grid](*operands, *sizes, height, *meaning, num_warps=4, **overlapping(gate.device))
+        _gated_kernel[grid](*operands, *sizes, height, *meaning, num_warps=4, **OVERLAPPING)
     else:
         outputs = (words(tokens), tokens.scales)
         _gated_tiles[grid](*operands, *outputs, *sizes, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
@@ -209,10 +209,9 @@ def _gated_kernel(
     ACTIVATION: tl.constexpr,
     SOURCE: tl.constexpr,
     RULE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One tile ``[ROWS, 128]``."""
-    await_inputs(OVERLAP)
+    await_inputs()
     columns: tl.constexpr = (WIDTH + 127) // 128
     col = tl.program_id(0) % columns * 128
     rows = tl.program_id(0) // columns * ROWS + tl.arange(0, ROWS)

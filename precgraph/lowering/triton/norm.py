@@ -21,13 +21,13 @@ from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, pai
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
+    OVERLAPPING,
     await_inputs,
     bf16,
     ceil_div,
     inside_tile,
     load_tile,
     magnitude,
-    overlapping,
     pack_pair,
     quantise_rows,
     ratio,
@@ -111,7 +111,7 @@ def fused_norm(
         source(rows_fmt, tokens_fmt),
         rows_rule if tokens is None else None,
         num_warps=4,
-        **overlapping(x.device),
+        **OVERLAPPING,
     )
     if tokens is not None:
         summed = flat if total is None else flatten(total)
@@ -210,10 +210,9 @@ def _rows_kernel(
     PIECE: tl.constexpr,
     SOURCE: tl.constexpr,
     RULE: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One whole row: the sum, then what is made of it, without reading it again."""
-    await_inputs(OVERLAP)
+    await_inputs()
     pieces: tl.constexpr = (C + PIECE - 1) // PIECE
     EVICT: tl.constexpr = "evict_first" if residual is None and scale is None else ""
     row = tl.program_id(0)

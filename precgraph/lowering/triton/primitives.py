@@ -28,6 +28,11 @@ from precgraph.format import Format
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 """Launch options that every kernel needs to give the reference's bits."""
 
+OVERLAPPING = EXACT | {"launch_pdl": True}
+"""Those of a kernel that begins with :func:`await_inputs`: the GPU starts it while the kernel before it still ends
+(programmatic dependent launch). A decoding step is hundreds of kernels of a few microseconds, and the pause between two
+is one."""
+
 GROUP = 128
 """Values that share a scale, along one or both axes: the only granularity that the kernels implement."""
 
@@ -90,17 +95,6 @@ def _require_device(device: torch.device) -> None:
         )
 
 
-@functools.cache
-def overlapping(device: torch.device) -> dict[str, bool]:
-    """Launch options, those of :data:`EXACT` among them, of a kernel that begins with :func:`await_inputs`.
-
-    From compute capability 9.0 on the GPU starts it while the kernel before it still ends (programmatic dependent
-    launch): a decoding step is hundreds of kernels of a few microseconds, and the pause between two is one.
-    """
-    able = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-    return EXACT | ({"OVERLAP": True, "launch_pdl": True} if able else {"OVERLAP": False})
-
-
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -109,11 +103,10 @@ def ceil_div(a: int, b: int) -> int:
 
 
 @triton.jit
-def await_inputs(OVERLAP: tl.constexpr):
+def await_inputs():
     """Wait for the kernel before to end, and let the next one be started; before anything is read or written."""
-    if OVERLAP:
-        gdc_wait()
-        gdc_launch_dependents()
+    gdc_wait()
+    gdc_launch_dependents()
 
 
 @triton.jit

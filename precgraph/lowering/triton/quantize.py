@@ -33,12 +33,12 @@ from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, wor
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
+    OVERLAPPING,
     await_inputs,
     ceil_div,
     inside_tile,
     load_tile,
     magnitude,
-    overlapping,
     pack_pair,
     ratio,
     require,
@@ -115,7 +115,7 @@ def quantize_parts(
     grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
     operands = (*sources, rows and rows.codes, rows and rows.scales)
     if tokens is None:
-        _rows_kernel[grid](*operands, *meaning, height, num_warps=4, **overlapping(x.device))
+        _rows_kernel[grid](*operands, *meaning, height, num_warps=4, **OVERLAPPING)
     else:
         outputs = (words(tokens), tokens.scales)
         _tiles_kernel[grid](*operands, *outputs, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
@@ -185,10 +185,9 @@ def _rows_kernel(
     SOURCE: tl.constexpr,
     RULE: tl.constexpr,
     ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """One tile ``[ROWS, 128]``."""
-    await_inputs(OVERLAP)
+    await_inputs()
     columns: tl.constexpr = (K + 127) // 128
     col = tl.program_id(0) % columns * 128
     x, stride = _part(first, second, third, first_stride, second_stride, third_stride, col, FIRST, SECOND)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
-from precgraph.lowering.triton.primitives import EXACT, await_inputs, bf16, ceil_div, negative, overlapping, require
+from precgraph.lowering.triton.primitives import EXACT, OVERLAPPING, await_inputs, bf16, ceil_div, negative, require
 from precgraph.lowering.triton.reductions import halving_sum, mean, reciprocal_root, sum_rows, weighted
 
 _HEADS = 2  # heads whose loads are on their way together
@@ -63,7 +63,7 @@ def _rotate(
         wide,
         back,
         num_warps=2,
-        **overlapping(x.device),
+        **OVERLAPPING,
     )
     return out
 
@@ -221,10 +221,9 @@ def _rotate_kernel(
     HEADS: tl.constexpr,
     WIDE: tl.constexpr,
     BACK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """``HEADS`` heads of ``TOKENS`` tokens, each head as two halves ``[TOKENS, P]``, which share cos and sin."""
-    await_inputs(OVERLAP)
+    await_inputs()
     half: tl.constexpr = D // 2
     groups: tl.constexpr = (H + HEADS - 1) // HEADS
     token = (tl.program_id(0) // groups).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from precgraph.runtime.vllm.preserve import frozen_heap
+from precgraph.runtime.vllm.preserve import rare_full_collections
 
 
 class Cycle:
@@ -15,24 +17,40 @@ class Cycle:
         self.own = self
 
 
-def test_what_was_there_is_frozen_and_what_comes_is_collected() -> None:
-    gc.unfreeze()
-    before = weakref.ref(Cycle())
-    with frozen_heap():
-        assert gc.get_freeze_count() > 0
-        during = weakref.ref(Cycle())
-        gc.collect()
-        assert before() is not None and during() is None
-    assert gc.get_freeze_count() == 0
-    gc.collect()
-    assert before() is None
+@contextmanager
+def full_collections() -> Iterator[list[str]]:
+    """One entry for each that begins inside."""
+    found: list[str] = []
 
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            found.append(phase)
 
-def test_a_heap_that_is_frozen_stays_so() -> None:
-    gc.freeze()
+    gc.callbacks.append(note)
     try:
-        with frozen_heap():
-            pass
-        assert gc.get_freeze_count() > 0
+        yield found
     finally:
-        gc.unfreeze()
+        gc.callbacks.remove(note)
+
+
+def test_full_collections_are_rare_inside() -> None:
+    def made_by(replies: AbstractContextManager[None]) -> int:
+        gc.collect()
+        with full_collections() as found, replies:
+            kept = [[i] for i in range(2 * len(gc.get_objects()) + 200_000)]
+            assert kept
+        return len(found)
+
+    before = gc.get_threshold()
+    assert made_by(nullcontext()) > 0
+    assert made_by(rare_full_collections()) == 0
+    assert gc.get_threshold() == before
+
+
+def test_what_is_dropped_between_calls_is_collected() -> None:
+    dropped = []
+    for _ in range(2000):  # the young generation is looked at every 700 objects
+        dropped.append(weakref.ref(Cycle()))
+        with rare_full_collections():
+            pass
+    assert dropped[0]() is None

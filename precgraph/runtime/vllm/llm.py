@@ -27,7 +27,7 @@ from precgraph.recipe import Recipe
 from precgraph.runtime.engine import Completion, prompt_ids
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, SEED, register
-from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, frozen_heap, preserved_state
+from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state, rare_full_collections
 from precgraph.runtime.vllm.replies import value_of
 from precgraph.runtime.vllm.sync import Manifest, compiled_of, policy, read_file, save_weights
 from precgraph.runtime.vllm.versions import require_version
@@ -134,7 +134,7 @@ class LLM:
             self._call("precgraph_expect", cut)
         version = self._served
         try:
-            with frozen_heap():
+            with rare_full_collections():
                 outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=progress)
         except PrecGraphError as error:
             self._broken = f"a step failed: {error}"

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # no process of the engine's own
+_RARELY = 1000  # collections of the middle generation before a full one; Python's own number is 10
 
 
 @contextmanager
@@ -58,17 +59,16 @@ def preserved_state() -> Iterator[None]:
 
 
 @contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Python's collector leaves alone what is there now, unless somebody has seen to that already.
+def rare_full_collections() -> Iterator[None]:
+    """Python's collector looks at young objects, and hardly ever at all of them.
 
     Replies of hundreds of requests a step are so many objects that it walks all of torch's and vLLM's over and over:
-    at 512 requests that took more than half of this process's time a step.
+    at 512 requests that took more than half of this process's time a step. A heap that is frozen for each call would
+    keep what the trainer has dropped in between: every ``gc.freeze()`` begins the count to a full collection anew.
     """
-    if gc.get_freeze_count():  # an engine in this process froze what it found, and goes on with that
-        yield
-        return
-    gc.freeze()
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, max(old, _RARELY))
     try:
         yield
     finally:
-        gc.unfreeze()
+        gc.set_threshold(young, middle, old)

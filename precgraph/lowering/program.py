@@ -1,8 +1,9 @@
 """A lowered graph as straight-line programs, one forward and one backward per segment.
 
-A segment (embedding, each layer, head) is the unit of checkpointing and profiling. A :class:`Block` is a list of
-steps with one kernel call each, cut down to what its outputs need: a forward whose saved values nobody wants makes
-none, a backward makes the gradients that are asked for.
+A segment (embedding, each layer, head) is the unit of checkpointing and profiling; a forward without gradients runs all
+but the head as one block (:attr:`Program.body`). A :class:`Block` is a list of steps with one kernel call each, cut
+down to what its outputs need: a forward whose saved values nobody wants makes none, a backward makes the gradients that
+are asked for.
 """
 
 from __future__ import annotations

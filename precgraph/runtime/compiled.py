@@ -81,7 +81,10 @@ class Compiled:
     def run_body(
         self, ids: Tensor, positions: Tensor, context: AttentionContext | OwnAttention, *, checkpoint: bool = False
     ) -> Tensor:
-        """:meth:`hidden` for engines, which call :meth:`ready` once before many steps."""
+        """:meth:`hidden` for engines, which call :meth:`ready` once before many steps.
+
+        Segment by segment where there may be a backward, else in one block.
+        """
         program = self.runner.program
         *body, head = program.segments
         enters = _hidden_inputs(head)

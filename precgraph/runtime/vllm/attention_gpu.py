@@ -57,7 +57,8 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.max_num_splits = 1
-        self.headdim = kv_cache_spec.head_size
+        # What a schedule is made for: vLLM 0.26 takes it from the model's config, later ones from the layers.
+        self.headdim, self.num_heads_kv = kv_cache_spec.head_size, kv_cache_spec.num_kv_heads
         self.query_bound = PAGED_QUERY_BOUND[self.headdim]
         self.aot_schedule &= self.query_bound == 1
 

@@ -34,6 +34,8 @@ FOREIGN: dict[str, dict[str, str]] = {
         "sampling/sampling_logp_difference/mean": "mismatch/mean",
         "sampling/sampling_logp_difference/max": "mismatch/max",
         "sampling/importance_sampling_ratio/mean": "mismatch/ratio_mean",
+        "sampling/importance_sampling_ratio/min": "mismatch/ratio_min",
+        "sampling/importance_sampling_ratio/max": "mismatch/ratio_max",
     },
     "verl": {
         "rollout_corr/kl": "mismatch/kl",
@@ -41,6 +43,7 @@ FOREIGN: dict[str, dict[str, str]] = {
         "training/rollout_probs_diff_mean": "mismatch/prob_diff_mean",
         "training/rollout_probs_diff_max": "mismatch/prob_diff_max",
         "training/rollout_probs_diff_std": "mismatch/prob_diff_std",
+        "training/rollout_actor_probs_pearson_corr": "mismatch/prob_correlation",
     },
     "nemo": {"token_mult_prob_error": "mismatch/mult_prob_error", "gen_kl_error": "mismatch/k3"},
     "prime": {"mismatch_kl/mean": "mismatch/k3"},
@@ -51,6 +54,15 @@ def mean(values: Tensor, where: Tensor | None = None) -> float:
     """Mean over ``where``; 0 if there is nothing."""
     kept = values if where is None else values[where]
     return float(kept.double().mean()) if kept.numel() else 0.0
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """Pearson's coefficient; of equal values 1, and else 0 where one side has no spread."""
+    if torch.equal(a, b):
+        return 1.0
+    x, y = a - a.mean(), b - b.mean()
+    scale = float(x.norm() * y.norm())
+    return float(x @ y) / scale if scale else 0.0
 
 
 def mismatch(
@@ -73,7 +85,8 @@ def mismatch(
     delta = delta[known]
     size, bounded = delta.abs(), delta.clamp(max=LARGEST)
     off, where = size > 0, place[known]
-    probabilities = (trainer.double().exp() - rollout.double().exp())[known].abs()
+    ours, theirs = trainer.double().exp()[known], rollout.double().exp()[known]
+    probabilities = (ours - theirs).abs()
     ratio = bounded.exp()
     worst = int(size.argmax()) if size.numel() else -1
     out: Record = {
@@ -82,10 +95,13 @@ def mismatch(
         "mismatch/k3": mean(bounded.expm1() - bounded),
         "mismatch/kl": mean(-delta),
         "mismatch/ratio_mean": mean(ratio) if size.numel() else 1.0,
+        "mismatch/ratio_min": float(ratio.min()) if size.numel() else 1.0,
+        "mismatch/ratio_max": float(ratio.max()) if size.numel() else 1.0,
         "mismatch/mult_prob_error": mean(size.clamp(max=LARGEST).exp()) if size.numel() else 1.0,
         "mismatch/prob_diff_mean": mean(probabilities),
         "mismatch/prob_diff_max": float(probabilities.max()) if size.numel() else 0.0,
         "mismatch/prob_diff_std": float(probabilities.std()) if size.numel() > 1 else 0.0,
+        "mismatch/prob_correlation": correlation(ours, theirs),
         "mismatch/above_threshold": mean((size > threshold).double()),
         "mismatch/tokens": int(known.sum()),
         "mismatch/tokens_different": int(off.sum()),
@@ -125,6 +141,7 @@ KNOWN = (
     "reward/mean", "reward/std", "reward/pass_rate", "reward/zero_spread", "response/length", "response/length_max",
     "response/truncated", "entropy/mean", "clip/share", "kl/reference", "loss", "correction/weight_mean",
     "correction/masked", "mismatch/mean", "mismatch/max", "mismatch/k3", "mismatch/kl", "mismatch/ratio_mean",
+    "mismatch/ratio_min", "mismatch/ratio_max", "mismatch/prob_correlation",
     "mismatch/mult_prob_error", "mismatch/prob_diff_mean", "mismatch/prob_diff_max", "mismatch/prob_diff_std",
     "mismatch/above_threshold", "mismatch/tokens", "mismatch/tokens_different", "mismatch/first_position",
     "mismatch/missing", "mismatch/unscored", "update/grad_norm", "update/lr", "update/steps", "update/skipped",

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -59,6 +60,19 @@ def test_mismatch_by_hand() -> None:
     difference = [0, math.exp(-2) - math.exp(-2.1), math.exp(-2.8) - math.exp(-3)]
     assert got["mismatch/prob_diff_mean"] == pytest.approx(sum(difference) / 3)
     assert got["mismatch/prob_diff_max"] == pytest.approx(max(difference))
+    assert got["mismatch/ratio_min"] == pytest.approx(math.exp(-0.1))
+    assert got["mismatch/ratio_max"] == pytest.approx(math.exp(0.2))
+    pair = np.exp([[-1.0, -2.0, -3.0], [-1.0, -2.1, -2.8]])
+    assert got["mismatch/prob_correlation"] == pytest.approx(np.corrcoef(pair)[0, 1]) != 1.0
+
+
+@pytest.mark.parametrize(
+    ("rollout", "trainer", "right"),
+    [([], [], 1.0), ([-1.0], [-1.0], 1.0), ([-1.0], [-2.0], 0.0), ([-1.0, -1.0], [-1.0, -2.0], 0.0),
+     ([-0.1, -7.3, -0.3], [-0.1, -7.3, -0.3], 1.0), ([0.0, -math.inf], [-math.inf, 0.0], -1.0)],
+)  # fmt: skip
+def test_correlation_without_spread(rollout: list[float], trainer: list[float], right: float) -> None:
+    assert measured(rollout, trainer)["mismatch/prob_correlation"] == pytest.approx(right, abs=1e-15)
 
 
 def test_multiplicative_error_by_hand() -> None:
@@ -117,7 +131,9 @@ def test_names_of_other_trainers() -> None:
     record = measured([-1.0], [-1.5])
     got = foreign(record, ["trl", "verl", "nemo", "prime"])
     assert got["sampling/sampling_logp_difference/mean"] == pytest.approx(0.5)
-    assert got["sampling/importance_sampling_ratio/mean"] == pytest.approx(math.exp(-0.5))
+    for name in ("mean", "min", "max"):
+        assert got[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(math.exp(-0.5))
+    assert got["training/rollout_actor_probs_pearson_corr"] == 0.0
     assert got["rollout_corr/kl"] == pytest.approx(0.5)
     assert (
         got["rollout_corr/k3_kl"]

@@ -177,9 +177,7 @@ def export(
 @app.command()
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Without suffix; .png and .html are written.")] = Path(
-        "curves"
-    ),
+    output: Annotated[Path, typer.Option("-o", "--output", help="Both .png and .html are written.")] = Path("curves"),
 ) -> None:
     """Reward, length, entropy and mismatch of runs on one page, as PNG and self-contained HTML."""
     from trainer.plot import plot_runs
@@ -248,7 +246,10 @@ def _train(console: Console, trainer: Any, until: float | None) -> None:
     before = trainer.step
     trainer.run(until)
     directory, wanted = trainer.config.directory, trainer.config.run.steps
-    if trainer.step >= wanted:
+    if before >= wanted:
+        console.print(f"nothing left to do: all {wanted} steps are made; for more: "
+                      f"precgraph-train resume {directory} --set run.steps=N", soft_wrap=True)  # fmt: skip
+    elif trainer.step >= wanted:
         console.print(f"done: {directory}")
     elif trainer.step > before:
         console.print(f"{trainer.step} of {wanted} steps; go on with: precgraph-train resume {directory}")

@@ -116,7 +116,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     runs = [Run(p, load_run(p), read_records(p)) for p in paths]
     for run in runs:
         if not run.records:
-            raise TrainerError("has no step yet", path=str(run.path), remedy="let it finish a step")
+            raise TrainerError("has no step yet", path=str(run.path), remedy="let it finish a step, or leave it out")
     return runs
 
 
@@ -136,10 +136,11 @@ def groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
 
 
 def plot_runs(paths: Sequence[Path], output: Path) -> list[Path]:
-    """Write ``output.png`` and ``output.html``; returns both paths."""
+    """Write ``output.png`` and ``output.html``, whichever of the suffixes ``output`` has; returns both paths."""
     runs = read_runs(paths)
     image = _figure(groups(runs))
     output.parent.mkdir(parents=True, exist_ok=True)
+    output = output.with_suffix("") if output.suffix in (".png", ".html") else output
     png, page = output.with_name(output.name + ".png"), output.with_name(output.name + ".html")
     png.write_bytes(image)
     page.write_text(_page(runs, image), encoding="utf-8")

@@ -59,6 +59,8 @@ def test_a_run_in_parts(
     assert f"1 of 2 steps; go on with: precgraph-train resume {run}".replace(" ", "") in _flat(capsys)
     assert call("resume", run, "--max-seconds", 600) == 0 and checkpoint.steps(run) == [0, 1, 2]
     assert "done" in _flat(capsys)
+    assert call("resume", run) == 0
+    assert f"all 2 steps are made; for more: precgraph-train resume {run} --set".replace(" ", "") in _flat(capsys)
 
 
 def _flat(capsys: pytest.CaptureFixture[str]) -> str:

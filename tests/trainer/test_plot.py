@@ -160,3 +160,9 @@ def test_a_page_names_runs_and_no_paths(tmp_path: Path) -> None:
     text = page.read_text()
     assert "<code>mine</code>" in text and "private" not in text
     assert plot.WINDOWS in text and "over seeds" in text and plot.DEFINITIONS in text
+
+
+@pytest.mark.parametrize("name", ["page", "page.png", "page.html"])
+def test_a_suffix_is_not_doubled(name: str, tmp_path: Path) -> None:
+    run = written(tmp_path / "mine", [{"reward/mean": 1.0}])
+    assert plot_runs([run], tmp_path / name) == [tmp_path / "page.png", tmp_path / "page.html"]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from precgraph.errors import InputError, NonFiniteError
-from precgraph.runtime.logprobs import MAX_TEMPERATURE, MIN_TEMPERATURE, require_temperature
+from precgraph.runtime.limits import MAX_TEMPERATURE, MIN_TEMPERATURE
+from precgraph.runtime.logprobs import require_temperature
 from precgraph.runtime.sampling import Sampled, SamplingParams, ranks, sample
 
 PROBABILITIES = (0.6, 0.3, 0.1)

@@ -334,6 +334,9 @@ def _typed(path: str, kind: Any, value: Any) -> Any:
     if fits and isinstance(kind, types.GenericAlias) and wanted is list:
         fits = all(isinstance(v, str) for v in value)
     if not fits:
-        what = {"dict": "table", "list": "list of strings", "str": "string", "bool": "true or false"}
-        raise ConfigError(f"{path} must be a {what.get(wanted.__name__, wanted.__name__)}, not {value!r}")
+        what = {
+            "dict": "a table", "list": "a list of strings", "str": "a string", "bool": "true or false",
+            "int": "a whole number", "float": "a number",
+        }  # fmt: skip
+        raise ConfigError(f"{path} must be {what[wanted.__name__]}, not {value!r}")
     return value

@@ -20,9 +20,12 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"model.device = {name!r} is no device", remedy="write auto, cpu or cuda") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"model.device = {name!r}, but torch sees no CUDA device", remedy='write "auto" or "cpu"')
+        device = torch.device("meta")  # nor is that one to train on
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"model.device = {name!r} is no device for a run", remedy="write auto, cpu or cuda")
+    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        sees = f"{count} CUDA devices, from cuda:0" if count else "no CUDA device"
+        raise ConfigError(f"model.device = {name!r}, but torch sees {sees}", remedy='write "auto" or "cpu"')
     return device
 
 

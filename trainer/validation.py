@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
+from precgraph.runtime.limits import MAX_TEMPERATURE, MIN_TEMPERATURE
 from trainer.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
 BLOCK = 128  # the group of tokens that shares a scale in WGrad; micro-batches are cut at its multiples
+FP32 = 2.0**-126, 2.0**128  # tensors take every number in fp32: its smallest normal one, and what is beyond it
 ARMS = ("exact", "unified", "mixed", "bf16")
 
 
 def validate(c: Config) -> None:
     """ConfigError for a value that no run can have."""
+    _sizes(c)
     _choice("precision.arm", c.precision.arm, ARMS)
     _choice("rollout.engine", c.rollout.engine, ("embedded", "vllm"))
     _choice("algorithm.advantages", c.algorithm.advantages, ("group_norm", "centred"))
@@ -42,20 +46,15 @@ def validate(c: Config) -> None:
         "optimizer.warmup", "eval.temperature", "metrics.threshold", "metrics.samples", "train.cell_tokens",
     ):  # fmt: skip
         _at_least(c, path, 0)
-    _require(
-        0 < c.rollout.temperature < math.inf,
-        "rollout.temperature",
-        "must be above 0 and finite",
-        "greedy samples do not differ, so nothing can be learned",
-    )
-    _require(c.run.seed < 2**63, "run.seed", "must be below 2**63")
-    _require(-(2**63) <= c.eval.seed < 2**63, "eval.seed", "must be a number of 64 bits")
+    _temperature("rollout.temperature", c.rollout.temperature, "greedy samples do not differ: nothing can be learned")
+    if c.eval.temperature:
+        _temperature("eval.temperature", c.eval.temperature, "0 is greedy")
     _require(0 < c.model.memory <= 1, "model.memory", "must be above 0 and at most 1")
     _require(0 < c.rollout.top_p <= 1, "rollout.top_p", "must be above 0 and at most 1")
     _require(c.algorithm.clip_low <= 1, "algorithm.clip_low", "must be at most 1")
     _require(c.algorithm.correction_cap >= 1, "algorithm.correction_cap", "must be at least 1")
     _require(0 <= c.optimizer.beta1 < 1 and 0 <= c.optimizer.beta2 < 1, "optimizer.beta1, beta2", "must be in 0 .. 1")
-    _require(c.optimizer.eps > 0, "optimizer.eps", "must be above 0")
+    _require(c.optimizer.eps >= FP32[0], "optimizer.eps", f"must be at least {FP32[0]:.2g}", "fp32 would round it to 0")
     _require("{question}" in c.task.prompt, "task.prompt", "must hold {question}")
     _require(
         c.task.chat or not c.task.system, "task.system", "is read with task.chat = true only",
@@ -75,10 +74,32 @@ def validate(c: Config) -> None:
         "algorithm.correction", "must be none with algorithm.old_logprobs = 'rollout'",
         "it weighs the trainer's log-probabilities against the rollout's: set algorithm.old_logprobs = 'trainer'",
     )  # fmt: skip
+    _require(
+        c.precision.arm != "exact" or c.precision.rollout_backend == "auto",
+        "precision.rollout_backend", "must be auto with precision.arm = 'exact'",
+        "its rollout runs the trainer's kernels: set precision.backend",
+    )  # fmt: skip
     groups_each = c.rollout.groups * c.rollout.samples
     _require(
         c.algorithm.batches <= groups_each, "algorithm.batches", f"must be at most groups × samples = {groups_each}"
     )
+
+
+def _sizes(c: Config) -> None:
+    """ConfigError for a number that a tensor cannot take, and for NaN, which no comparison refuses."""
+    for table in dataclasses.fields(c):
+        for key, value in dataclasses.asdict(getattr(c, table.name)).items():
+            path = f"{table.name}.{key}"
+            if isinstance(value, int):
+                _require(-(2**63) <= value < 2**63, path, "must be a number of 64 bits")
+            elif isinstance(value, float):
+                held = abs(value) < FP32[1] or math.isinf(value)
+                _require(held, path, f"must be a number of fp32, not {value}")
+
+
+def _temperature(path: str, value: float, why: str) -> None:
+    within = MIN_TEMPERATURE <= value <= MAX_TEMPERATURE
+    _require(within, path, f"must be at least {MIN_TEMPERATURE} and at most {MAX_TEMPERATURE}, not {value}", why)
 
 
 def _value(c: Config, path: str) -> Any:

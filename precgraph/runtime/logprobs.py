@@ -10,12 +10,10 @@ from torch.autograd.function import once_differentiable
 
 from precgraph.errors import InputError
 from precgraph.runtime.inputs import require_values
+from precgraph.runtime.limits import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from precgraph.lowering.triton.logprobs import LogProbs
-
-MIN_TEMPERATURE = 1e-5  # logits / temperature must not overflow; vLLM takes what is below it for greedy
-MAX_TEMPERATURE = 1e18  # the GPU's kernel divides exactly up to 2**90; all tokens are as likely long before
 
 
 @overload

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from precgraph.errors import InputError, NonFiniteError
-from precgraph.runtime.logprobs import MAX_TEMPERATURE, MIN_TEMPERATURE, chosen_logprobs
+from precgraph.runtime.limits import MAX_TEMPERATURE, MIN_TEMPERATURE
+from precgraph.runtime.logprobs import chosen_logprobs
 
 MAX_SEED = 2**63 - 1
 _ONE = 2.0**52  # probability 1 as an integer: sums of a distribution stay exact in int64 and in float64

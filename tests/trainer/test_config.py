@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config import Config, load, override
 from trainer.errors import ConfigError, TrainerError
-from trainer.models import load_tokenizer
+from trainer.models import device_of, load_tokenizer
 from trainer.tasks import load_task
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
@@ -41,7 +41,7 @@ def test_wrong_names_are_errors_that_name_the_nearest(data: dict[str, Any], wron
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        ({"run": {"steps": "ten"}}, "run.steps"),
+        ({"run": {"steps": "ten"}}, "run.steps must be a whole number, not 'ten'"),
         ({"run": {"steps": True}}, "run.steps"),
         ({"run": {"steps": 1.5}}, "run.steps"),
         ({"rollout": {"dynamic": 1}}, "rollout.dynamic"),
@@ -62,6 +62,17 @@ def test_wrong_names_are_errors_that_name_the_nearest(data: dict[str, Any], wron
         ({"optimizer": {"lr": float("nan")}}, "optimizer.lr"),
         ({"task": {"prompt": "no place for it"}}, "task.prompt"),
         ({"metrics": {"names": ["openrlhf"]}}, "metrics.names"),
+        # Tensors take them in fp32, in the middle of an update.
+        ({"optimizer": {"lr": 1e300}}, "optimizer.lr must be a number of fp32"),
+        ({"optimizer": {"eps": 1e-40}}, "optimizer.eps must be at least 1.2e-38"),
+        ({"algorithm": {"clip_high": 2.0**128}}, "algorithm.clip_high must be a number of fp32"),
+        ({"rollout": {"top_k": 2**63}}, "rollout.top_k must be a number of 64 bits"),
+        ({"eval": {"seed": -(2**63) - 1}}, "eval.seed must be a number of 64 bits"),
+        ({"metrics": {"masked_alarm": float("nan")}}, "metrics.masked_alarm"),  # no share is above NaN
+        # A rollout would refuse them, an evaluation after hours.
+        ({"rollout": {"temperature": 1e-6}}, "rollout.temperature must be at least 1e-05"),
+        ({"eval": {"temperature": 1e19}}, "eval.temperature must be at least 1e-05 and at most"),
+        ({"precision": {"rollout_backend": "triton"}}, "precision.rollout_backend must be auto"),
     ],
 )  # fmt: skip
 def test_values_of_the_wrong_kind_or_range(data: dict[str, Any], key: str) -> None:
@@ -97,10 +108,24 @@ def test_an_origin_is_of_what_the_file_names() -> None:
     assert given["model"] == {"path": "b", "origin": "made by b"} and data["model"]["origin"] == "made by a"
 
 
+def test_values_at_the_ends_of_their_range() -> None:
+    Config.from_dict({
+        "algorithm": {"correction_cap": float("inf")}, "optimizer": {"eps": 2.0**-126},
+        "rollout": {"temperature": 1e-5}, "eval": {"temperature": 0.0, "seed": -(2**63)},
+        "precision": {"arm": "unified", "rollout_backend": "triton"},
+    })  # fmt: skip
+
+
 @pytest.mark.parametrize("setting", ["steps=3", "run.steps", "=3", "run.=3"])
 def test_malformed_settings(setting: str) -> None:
     with pytest.raises(ConfigError, match="table.key=value"):
         override({}, [setting])
+
+
+@pytest.mark.parametrize("name", ["mps", "meta", "gpu", "cuda:-1", "cuda:99"])
+def test_devices_that_no_run_can_have(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"model.device = '{name}'.*write .*auto"):
+        device_of(name)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from vllm import SamplingParams as VllmParams
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from precgraph.errors import InputError
-from precgraph.runtime.logprobs import MIN_TEMPERATURE
+from precgraph.runtime.limits import MIN_TEMPERATURE
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams
 from precgraph.runtime.vllm import RECORD, SEED
 from precgraph.runtime.vllm.replies import kept_masses

@@ -68,7 +68,7 @@ def load_task(
 ) -> Task:
     """The task of a configuration, or, for evaluation, of other ``data``, ``seed`` or ``size``. Of a source with more
     items than ``size`` the first are taken, or, if ``drawn``, those that the seed draws."""
-    name = data or table.data
+    name, key = data or table.data, "eval.data" if data else "task.data"
     kind, _, rest = name.partition(":")
     seed, size = table.seed if seed is None else seed, table.size if size is None else size
     own = _own_reward(table)
@@ -77,16 +77,22 @@ def load_task(
         arguments: dict[str, Any] = {"family": rest, "seed": seed, "size": size or GENERATED, "params": table.params}
         items, scorer = _family(**arguments), own or family_scorer(table.answer, **arguments)
     elif kind == "jsonl" and rest:
-        items, scorer = _jsonl(Path(rest), table), own or math_scorer(table.answer)
+        origin = "" if data else table.origin  # of task.data
+        items, scorer = _jsonl(Path(rest), table, origin or f"check {key}"), own or math_scorer(table.answer)
     elif kind == "python" and ":" in rest:
-        items, scorer = _python(rest, table, seed, size or GENERATED), own or exact_scorer(table.answer)
+        items, scorer = _python(rest, key, table, seed, size or GENERATED), own or exact_scorer(table.answer)
     else:
         raise ConfigError(
-            f"task.data = {name!r} names no source",
+            f"{key} = {name!r} names no source",
             remedy="write reasoning_gym:FAMILY, jsonl:PATH or python:MODULE:FUNCTION",
         )
     if not items:
         raise TaskError(f"{name} has no items", remedy="check what it reads or makes")
+    if not own and kind != "reasoning_gym" and (bare := next((item for item in items if not item.answer), None)):
+        raise TaskError(
+            "has no answer, which every response without one would equal", path=bare.id,
+            remedy="leave such items out, or set task.reward",
+        )  # fmt: skip
     note = f"{len(items)} items"
     if size and len(items) > size:
         note = f"{size} of {len(items)} items"
@@ -151,7 +157,8 @@ def resolve(path: str, key: str) -> Callable[..., Any]:
         ) from error
     function = getattr(found, name, None)
     if not callable(function):
-        raise ConfigError(f"{key}: {module} has no function {name!r}{nearest(name, vars(found))}")
+        functions = [word for word, value in vars(found).items() if callable(value)]
+        raise ConfigError(f"{key}: {module} has no function {name!r}{nearest(name, functions)}")
     result: Callable[..., Any] = function
     return result
 
@@ -212,14 +219,12 @@ class _Lazy(Sequence[Item]):
         return (self[i] for i in range(len(self)))
 
 
-def _jsonl(path: Path, table: TaskTable) -> list[Item]:
+def _jsonl(path: Path, table: TaskTable, remedy: str) -> list[Item]:
     items = []
     try:
         rows = lines(path)
     except OSError as error:
-        raise TaskError(
-            f"{error.strerror or error}", path=str(path), remedy=table.origin or "check task.data"
-        ) from None
+        raise TaskError(f"{error.strerror or error}", path=str(path), remedy=remedy) from None
     for number, line in rows:
         if not line.strip():
             continue
@@ -243,8 +248,9 @@ def _jsonl(path: Path, table: TaskTable) -> list[Item]:
 
 
 def _text(value: object, key: str, place: str) -> str:
-    """A question or an answer: text, or a number, as its text."""
-    if isinstance(value, str) or (isinstance(value, Number) and not isinstance(value, bool)):
+    """A question or an answer: text, or a number, as its text; NaN is what libraries of tables write for none."""
+    number = isinstance(value, Number) and not isinstance(value, bool) and str(value) != "nan"
+    if isinstance(value, str) or number:
         return str(value)
     raise TaskError(f"{key!r} is {_short(value)}, neither text nor a number", path=place)
 
@@ -254,14 +260,14 @@ def _final(answer: str) -> str:
     return answer.rsplit("####", 1)[-1].strip()
 
 
-def _python(path: str, table: TaskTable, seed: int, size: int) -> list[Item]:
-    function = resolve(path, "task.data")
+def _python(path: str, key: str, table: TaskTable, seed: int, size: int) -> list[Item]:
+    function = resolve(path, key)
     words = ", ".join(("size", "seed", *table.params))
     try:
         rows = list(function(size=size, seed=seed, **table.params))
     except (Exception, SystemExit) as error:
         raise TaskError(
-            f"task.data = 'python:{path}' raised {_words(error)}",
+            f"{key} = 'python:{path}' raised {_words(error)}",
             remedy=f"it was called with {words} by name; --debug shows where it raised",
         ) from error
     items = []

@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.trainer import tiny
 from trainer import rewards
 from trainer.config import Config, TaskTable, load
-from trainer.errors import ConfigError, RewardError, TaskError
+from trainer.errors import ConfigError, RewardError, TaskError, TrainerError
 from trainer.loop import Trainer
 from trainer.rewards import extract, math_scorer
 from trainer.tasks import Item, Stream, Task, encode, held_out, load_task, stop_ids, training
@@ -114,6 +114,8 @@ def test_jsonl_with_math_verify(tmp_path: Path) -> None:
         ('{"question": "a", "answer": ["b"]}', "'answer' is .'b'., neither"),
         ('\n{"question": {"a": "b"}, "answer": "b"}', "jsonl:2: 'question' is .'a': 'b'., neither"),
         ('{"question": "a", "answer": true}', "'answer' is True, neither"),
+        ('{"question": "a", "answer": NaN}', "'answer' is nan, neither"),
+        ('{"question": "a", "answer": "so #### "}', "jsonl:1: has no answer, which every response without one"),
     ],
 )
 def test_jsonl_that_cannot_be_used(tmp_path: Path, text: str, message: str) -> None:
@@ -164,6 +166,9 @@ def test_callables_that_are_not_there(module: Any, path: str, message: str) -> N
     module.items = lambda size, seed: []
     with pytest.raises(ConfigError, match=message):
         load_task(TaskTable(data="python:made_up_task:items", reward=path))
+    module.itemz = 3  # which nobody can mean
+    with pytest.raises(ConfigError, match="no function 'itemz'; did you mean 'items'"):
+        load_task(TaskTable(data="python:made_up_task:itemz"))
     with pytest.raises(TaskError, match="no items"):
         load_task(TaskTable(data="python:made_up_task:items"))
 
@@ -177,6 +182,26 @@ def test_items_are_texts_or_numbers(module: Any, row: Any) -> None:
     rows.append(row)
     with pytest.raises(TaskError, match="made_up_task:items/2: .*neither text nor a number"):
         load_task(TaskTable(data="python:made_up_task:items"))
+
+
+def test_an_answer_of_nothing_needs_a_reward_of_ones_own(module: Any) -> None:
+    module.items = lambda size, seed: [("1?", "1"), ("2?", "")]
+    module.reward = lambda question, answer, response: float(not answer)
+    with pytest.raises(TaskError, match="made_up_task:items/1: has no answer.*set task.reward"):
+        load_task(TaskTable(data="python:made_up_task:items"))
+    task = load_task(TaskTable(data="python:made_up_task:items", reward="made_up_task:reward"))
+    assert [task.score(item, "") for item in task.items] == [0.0, 1.0]
+
+
+def test_a_source_of_held_out_items_has_its_own_key(module: Any, tmp_path: Path) -> None:
+    module.items = lambda size, seed: [("1?", "1")]
+    table = TaskTable(data="python:made_up_task:items", origin="made by made_up_task")
+    for data, message in {
+        "nothing": "eval.data = 'nothing' names no source", "python:made_up_task:other": "eval.data: .* 'other'",
+        f"jsonl:{tmp_path / 'none'}": "No such file or directory; check eval.data",
+    }.items():  # fmt: skip
+        with pytest.raises(TrainerError, match=message):
+            load_task(table, data=data)
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])

@@ -53,7 +53,7 @@ class Tokens:
         starts = lengths.cumsum(0) - lengths
         sequence = torch.repeat_interleave(torch.arange(len(samples)), lengths)
         rollout = torch.tensor([v for s in samples for v in s.logprobs], dtype=torch.float32)
-        unknown = [torch.full((n,), float("nan"), device=device) for _ in range(4)]
+        unknown = [torch.full((n,), float("nan"), dtype=torch.float32, device=device) for _ in range(4)]
         moved = (t.to(device) for t in (sequence, torch.arange(n) - starts[sequence], starts))
         return cls(rollout.to(device), *unknown, *moved)
 
@@ -108,6 +108,7 @@ class Updater:
             result.tokens.old = result.tokens.rollout
         return result
 
+    @torch.enable_grad()  # a reward with a model of its own may have turned gradients off for the whole process
     def update(
         self,
         samples: Sequence[Sample],

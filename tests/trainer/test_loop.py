@@ -496,6 +496,28 @@ def test_rewards_that_draw_are_the_same_in_a_resumed_run(tmp_path: Path) -> None
     assert read_records(tmp_path / "other")[0]["reward/mean"] != records[0]["reward/mean"]
 
 
+def test_a_reward_may_turn_gradients_off(tmp_path: Path) -> None:
+    """For the whole process, as one with a model of its own may do when it is first called."""
+    good = tiny.task()
+
+    def score(item: Any, text: str) -> float:
+        torch.set_grad_enabled(False)
+        torch.set_default_dtype(torch.float64)
+        return good.scorer(item, text)
+
+    try:
+        made = trainer(tmp_path / "off", task=tiny.task(score))
+        made.run()
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+    found = weights(made)
+    plain = trainer(tmp_path / "on", task=good)
+    plain.run()
+    assert equal(found, weights(plain))
+    assert lasting(read_records(tmp_path / "off")) == lasting(read_records(tmp_path / "on"))
+
+
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [

@@ -19,6 +19,7 @@ from trainer.errors import TrainerError, UpdateError
 
 _STATE = "state"
 _MASTER = "master"
+_REMEDY = "resume with the optimizer table it was saved with"
 
 
 class MasterOptimizer:
@@ -152,13 +153,15 @@ class MasterOptimizer:
         left = dict(tensors)
         for name, master in self.masters.items():
             if self.table.masters == "fp32":
-                master.copy_(_taken(left, f"{_MASTER}.{name}"))
+                master.copy_(_taken(left, f"{_MASTER}.{name}", master))
             if f"{_STATE}.step.{name}" in left:
                 for key, value in self._fresh_state(master).items():
                     for part, tensor in _flatten(value):
-                        tensor.copy_(_taken(left, f"{_STATE}.{key}{part}.{name}"))
+                        tensor.copy_(_taken(left, f"{_STATE}.{key}{part}.{name}", tensor))
         if left:
-            raise TrainerError(f"the saved optimiser holds {next(iter(left))!r}, which this one has no place for")
+            raise TrainerError(
+                f"the saved optimiser holds {next(iter(left))!r}, which this one has no place for", remedy=_REMEDY
+            )
         self.steps = steps
         self._rate(steps)
 
@@ -256,12 +259,14 @@ def _flatten(value: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "", value
 
 
-def _taken(tensors: dict[str, Tensor], name: str) -> Tensor:
+def _taken(tensors: dict[str, Tensor], name: str, like: Tensor) -> Tensor:
     if name not in tensors:
-        raise TrainerError(
-            f"the saved optimiser lacks {name!r}", remedy="resume with the optimizer table it was saved with"
-        )
-    return tensors.pop(name)
+        raise TrainerError(f"the saved optimiser lacks {name!r}", remedy=_REMEDY)
+    taken = tensors.pop(name)
+    if taken.shape != like.shape:  # a smaller one would be spread over it
+        found, wanted = list(taken.shape), list(like.shape)
+        raise TrainerError(f"the saved optimiser holds {name!r} as {found}, not {wanted}", remedy=_REMEDY)
+    return taken
 
 
 def _eager_on_cpu(device: torch.device) -> contextlib.AbstractContextManager[Any]:

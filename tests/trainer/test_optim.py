@@ -202,6 +202,9 @@ def test_states_of_another_kind_are_refused() -> None:
     saved = optimizer.state_dict()
     with pytest.raises(TrainerError, match="no place for"):
         build(weights(), masters="bf16").load_state_dict(saved, 1)
+    moment = saved["state.exp_avg.w"]
+    with pytest.raises(TrainerError, match="holds 'state.exp_avg.w' as .1., not .*optimizer table"):
+        build(weights()).load_state_dict({**saved, "state.exp_avg.w": moment.flatten()[:1]}, 1)
     del saved["state.exp_avg.w"]
     with pytest.raises(TrainerError, match="lacks 'state.exp_avg.w'"):
         build(weights()).load_state_dict(saved, 1)

@@ -192,3 +192,10 @@ def test_what_can_never_fit_is_an_error() -> None:
     assert len(engine.generate([[3] * 10], SamplingParams(max_tokens=11, seed=0))[0].token_ids) == 11
     with pytest.raises(InputError, match="need 6 cache blocks of 4 tokens, more than all 5; .*cache_blocks=6"):
         engine.generate([[3] * 10], SamplingParams(max_tokens=12))
+
+
+@pytest.mark.parametrize("blocks", [2**50, 2**62])  # beyond every memory, and beyond what 64 bits count
+def test_a_cache_that_no_memory_holds_is_an_error(blocks: int) -> None:
+    _, rollout = pair("llama")
+    with pytest.raises(InputError, match=rf"a cache of {blocks} blocks takes [0-9.]+ GB, .*; lower cache_blocks"):
+        Engine(rollout, cache_blocks=blocks, self_check=False)

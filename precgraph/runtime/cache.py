@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from precgraph import ops
-from precgraph.errors import UnsupportedModelError
+from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.graph import PrecisionGraph, tensor
 from precgraph.runtime.contexts import Attended, Varlen, cumulative
 
@@ -129,14 +129,19 @@ class PagedCache:
     def __init__(
         self, graph: PrecisionGraph, device: torch.device, blocks: int, block_size: int, *, reuse: bool = True
     ) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        try:
+            for spec, dtype in _attention_layers(graph):
+                shape = blocks + 1, block_size, spec.kv_heads, spec.head_dim
+                keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+                self.layers[spec.layer] = keys, values
+        except RuntimeError as error:  # of a GPU's memory, of the machine's, or a size beyond 64 bits
+            size = (blocks + 1) * block_size * self.bytes_per_token(graph)
+            raise InputError(
+                f"a cache of {blocks} blocks takes {size / 1e9:.1f} GB, which {device} does not have",
+                remedy="lower cache_blocks, or the memory that others take",
+            ) from error
         self.pool = BlockPool(blocks, block_size, reuse=reuse)
-        self.layers = {
-            spec.layer: (
-                torch.empty(blocks + 1, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=device),
-                torch.empty(blocks + 1, block_size, spec.kv_heads, spec.head_dim, dtype=dtype, device=device),
-            )
-            for spec, dtype in _attention_layers(graph)
-        }
 
     @staticmethod
     def bytes_per_token(graph: PrecisionGraph) -> int:

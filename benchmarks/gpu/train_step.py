@@ -62,7 +62,7 @@ def measure(trainer: Trainer) -> tuple[list[Result], Counter[str]]:
         plain = trainer.train_step()
     open_phase: list[Any] = []
 
-    def show(phase: str | None, record: Any = None, line: str | None = None) -> None:
+    def show(phase: str | None, line: str | None = None) -> None:
         torch.cuda.synchronize()
         if open_phase:
             open_phase.pop().__exit__(None, None, None)

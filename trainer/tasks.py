@@ -59,7 +59,7 @@ class Task:
             return float(value)
         raise RewardError(
             f"the reward of {self.name} is {_short(value)}, not a finite number within ±{LARGEST:.0e}",
-            path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
+            path=item.id, remedy=f"return a float; the response began {response[:80]!r}",
         )  # fmt: skip
 
 
@@ -117,9 +117,11 @@ def training(config: Config, held: Task) -> Task:
         return task
     note = f"{task.note}; {len(task.items) - len(kept)} of them ask what held-out items ask, and are left out"
     if len(kept) < config.rollout.groups:
+        whole = task.name.startswith("jsonl:") and not isinstance(task.items, _Part)  # of a file there is no more
+        more = "" if whole else "raise task.size, "
         raise TaskError(
             f"{note}; {len(kept)} stay, and a step needs rollout.groups = {config.rollout.groups}",
-            path=task.name, remedy="raise task.size, lower eval.items, or name other items with eval.data",
+            path=task.name, remedy=f"{more}lower eval.items, or name other items with eval.data",
         )  # fmt: skip
     return replace(task, items=_Part(task.items, kept), note=note)
 

@@ -355,6 +355,15 @@ def test_held_out_items_of_any_source_are_left_out(module: Any, held: str, left:
             learned(Config.from_dict(table | {"rollout": {"groups": 7}}))
 
 
+@pytest.mark.parametrize(("size", "more"), [(0, ""), (3, "raise task.size, ")])
+def test_a_file_that_is_taken_whole_has_no_more_items(size: int, more: str, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{i}?", "answer": i}) + "\n" for i in range(4)))
+    config = Config.from_dict({"task": {"data": f"jsonl:{path}", "size": size}, "eval": {"items": 4}})
+    with pytest.raises(TaskError, match=f"rollout.groups = 8; {more}lower eval.items"):
+        learned(config)
+
+
 @pytest.mark.parametrize("source", ["jsonl", "python"])
 def test_rows_without_a_seed_are_split_by_one(module: Any, tmp_path: Path, source: str) -> None:
     """All rows are taken, and of a sorted file the held-out ones are not its beginning."""

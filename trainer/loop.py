@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column
 
 from precgraph.checkpoint import whole
 from trainer import changes, checkpoint, loss
@@ -370,7 +371,7 @@ class Trainer:
     def _progress(self) -> Iterator[Any]:
         columns = (
             TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), TextColumn("{task.fields[phase]}"),
+            TimeRemainingColumn(), TextColumn("{task.fields[phase]}", table_column=Column()),  # a long one wraps
         )  # fmt: skip
         with Progress(*columns, console=self.console) as bar:
             task = bar.add_task(self.config.run.name, total=self.config.run.steps, completed=self.step, phase="")

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import sys
 import threading
@@ -610,7 +611,7 @@ def test_a_terminal_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_a_signal_waits_for_no_lock_of_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refreshing thread may hold the one of two locks, and the interrupted print the other."""
     made = trainer(tmp_path, run={"steps": 3, "save_every": 0})
-    made.console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    made.console = Console(file=io.StringIO(), force_terminal=True, width=80, color_system=None)
     real, free = made.optimizer.step, threading.Event()
 
     def step() -> Any:
@@ -636,7 +637,8 @@ def test_a_signal_waits_for_no_lock_of_the_console(tmp_path: Path, monkeypatch: 
     with pytest.raises(InterruptedRunError):
         made.run()
     assert checkpoint.steps(tmp_path)[-1] == 2
-    assert "stopping once the update is whole" in made.console.file.getvalue()  # type: ignore[attr-defined]
+    shown = made.console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r" 2/3 \d:\d\d:\d\d +\S+ +stopping once the update", shown), shown  # beside the whole count
 
 
 @pytest.mark.parametrize("masters", ["fp32", "bf16"])

@@ -73,8 +73,10 @@ class Alarms:
         self.table, self.exact = table, exact
         self.trends = {name: Trend() for name in self.TRENDS}
         self.error, self.masked = Level(ERROR_LIMIT), Level(table.masked_alarm)
+        self.alike = Level(math.nextafter(1.0, 0.0))  # every group of the median step
         self._windows: dict[str, Trend | Level] = {
             **self.trends, "mismatch/mult_prob_error": self.error, "correction/masked": self.masked,
+            "reward/zero_spread": self.alike,
         }  # fmt: skip
 
     def check(self, record: Mapping[str, Any]) -> list[str]:
@@ -102,6 +104,11 @@ class Alarms:
             out.append(f"mean exp|Δ| is {self.error.median:.3f} {lasting}, above {ERROR_LIMIT}")
         if "correction/masked" in raised:
             out.append(f"the correction masks {self.masked.median:.1%} of the sequences {lasting}: it hides a mismatch")
+        if "reward/zero_spread" in raised:
+            out.append(
+                f"the rewards within each group are equal {lasting}: there is nothing to learn from; look at the samples, "
+                "the reward and how hard the questions are"
+            )
         return out
 
     def state(self) -> dict[str, list[float]]:

@@ -250,6 +250,7 @@ def test_any_difference_alarms_an_exact_run() -> None:
     [
         ("correction/masked", 0.125, 0.625, "the correction masks 62.5% of the sequences in the median of 5 steps"),
         ("mismatch/mult_prob_error", 1.01, 1.0526, "mean exp|Δ| is 1.053 in the median of 5 steps, above 1.05"),
+        ("reward/zero_spread", 0.9, 1.0, "the rewards within each group are equal in the median of 5 steps"),
     ],
 )
 def test_what_is_too_much_alarms_when_it_lasts(name: str, calm: float, loud: float, text: str) -> None:

@@ -92,7 +92,7 @@ class Alarms:
             out.append(incomplete(record))
         raised = {
             name for name, window in self._windows.items()
-            if averaged(record, name) and window.add(float(record.get(name) or 0.0))
+            if name in record and averaged(record, name) and window.add(float(record[name] or 0.0))
         }  # fmt: skip
         for name, trend in self.trends.items():
             if name in raised:
@@ -106,8 +106,8 @@ class Alarms:
             out.append(f"the correction masks {self.masked.median:.1%} of the sequences {lasting}: it hides a mismatch")
         if "reward/zero_spread" in raised:
             out.append(
-                f"the rewards within each group are equal {lasting}: there is nothing to learn from; look at the samples, "
-                "the reward and how hard the questions are"
+                f"the rewards within each group are equal {lasting}, so nothing is learned: look at the samples, the "
+                "reward and how hard the questions are"
             )
         return out
 

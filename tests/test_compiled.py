@@ -365,6 +365,22 @@ def test_a_model_that_was_converted_is_refused() -> None:
         actor(tokens(1, 4))
 
 
+def test_a_resized_vocabulary_is_noticed() -> None:
+    """Where embeddings are tied, Hugging Face gives the parameter other data: it stays the same object."""
+    actor = precgraph.compile(causal_lm("llama"), "train")
+    actor.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
+    with pytest.raises(StaleWeightsError, match=rf"weight was \[{VOCABULARY}, .*compile the model again"):
+        actor(tokens(1, 4))
+
+
+def test_layers_that_share_a_module_are_refused() -> None:
+    model = causal_lm("qwen2")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    actor = precgraph.compile(model, "train")
+    with pytest.raises(UnsupportedModelError, match="give every layer modules of its own"):
+        actor(tokens(1, 4))
+
+
 def test_a_replaced_parameter_is_noticed() -> None:
     actor = precgraph.compile(causal_lm("qwen2"), "train")
     actor.model.layers[0].mlp.up_proj.weight = nn.Parameter(actor.model.layers[0].mlp.up_proj.weight * 2)

@@ -194,6 +194,8 @@ def test_greedy_takes_the_argmax_and_scores_it_at_temperature_one() -> None:
         ([[1]], {"stop_token_ids": [5000]}, "stop_token_ids of prompt 0 holds 5000"),
         ([1, 2], {}, "prompt 0 is not a sequence of token ids"),
         (["ab"], {}, "prompt 0 is not a sequence of token ids"),
+        (None, {}, "takes prompts and their params, not NoneType and SamplingParams; pass a list of lists"),
+        ([[1]], {"top_k": 2**63}, "top_k must be an integer from 0"),
         ([[1] * 1000], {"max_tokens": 25}, "exceed the model's max_position_embeddings of 1024"),
     ],
 )
@@ -212,6 +214,8 @@ def test_bad_calls_are_named() -> None:
     with pytest.raises(InputError, match="block_size must be an integer from 1, not 0"):
         Engine(rollout, block_size=0)
     engine = Engine(rollout, self_check=False)
+    with pytest.raises(InputError, match="not list and NoneType"):
+        engine.generate([[1]], None)  # type: ignore[arg-type]
     wrong: tuple[Any, ...] = ([SamplingParams()], {"max_tokens": 3}, [])
     for params in wrong:
         with pytest.raises(InputError, match="a sequence of 2"):

@@ -282,6 +282,8 @@ def test_some_rows_alone(pair: Pair, side: str, monkeypatch: pytest.MonkeyPatch)
             precgraph.token_logprobs(pair.actor, ids, mask, rows=bad)
     with pytest.raises(precgraph.InputError, match="rows must be a tensor, not list"):
         precgraph.token_logprobs(pair.actor, ids, mask, rows=[0])  # type: ignore[call-overload]
+    with pytest.raises(precgraph.InputError, match="input_ids must be a tensor, not NoneType"):
+        precgraph.token_logprobs(pair.actor, None)  # type: ignore[call-overload]
 
 
 def test_rows_that_fill_a_call_up_add_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

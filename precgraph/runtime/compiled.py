@@ -138,7 +138,8 @@ def _hidden_inputs(head: Segment) -> list[str]:
     """The one value that enters the head segment."""
     if len(head.inputs) != 1:
         raise UnsupportedModelError(
-            f"the head reads {', '.join(head.inputs)}: logits must depend on the last hidden states alone"
+            f"the head reads {', '.join(head.inputs)}: logits must depend on the last hidden states alone",
+            remedy="give every layer modules of its own; parameters may be shared",
         )
     return list(head.inputs)
 

@@ -9,7 +9,7 @@ the trainer calls.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -162,6 +162,11 @@ class Engine:
     def _requests(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[Request]:
+        if not isinstance(prompts, Sized) or not isinstance(params, SamplingParams | Sized):
+            raise InputError(
+                f"generate takes prompts and their params, not {type(prompts).__name__} and {type(params).__name__}",
+                remedy="pass a list of lists of token ids, and SamplingParams",
+            )
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if not all(isinstance(p, SamplingParams) for p in each) or len(each) != len(prompts):
             raise InputError(f"params must be one SamplingParams, or a sequence of {len(prompts)}: one a prompt")

@@ -47,10 +47,9 @@ def pack(
     positions, where Hugging Face would count the padding. Without one, every row is a sequence, or, if B is 1, the
     sequences begin where ``position_ids`` do not continue or where ``cu_seq_lens`` say.
     """
-    for name, given in (
-        ("input_ids", input_ids), ("attention_mask", attention_mask), ("position_ids", position_ids),
-        ("cu_seq_lens", cu_seq_lens),
-    ):  # fmt: skip
+    require_values("input_ids", input_ids)
+    others = {"attention_mask": attention_mask, "position_ids": position_ids, "cu_seq_lens": cu_seq_lens}
+    for name, given in others.items():
         if given is not None:
             require_values(name, given)
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):

@@ -51,7 +51,8 @@ class SamplingParams:
             f"0 (greedy), or at least {MIN_TEMPERATURE} and at most {MAX_TEMPERATURE}",
         )  # fmt: skip
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "above 0 and at most 1")
-        _require(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer from 0 (0 keeps all tokens)")
+        kept = _is_int(self.top_k) and 0 <= self.top_k < 2**63  # on a device it has 64 bits
+        _require(kept, "top_k", self.top_k, "an integer from 0 (0 keeps all tokens) to 2**63 - 1")
         _require(
             self.seed is None or (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED),
             "seed",

@@ -37,6 +37,7 @@ class WeightStore:
         self.checked = checked
         self._steps = dict.fromkeys(self.masters, 0)  # of optimisers, by path
         self._dtypes = {path: t.dtype for path, t in self.masters.items()}
+        self._shapes = {path: t.shape for path, t in self.masters.items()}
         self._seen: Any = None
         self._graph: _Graph | None = None
         _STORES.add(self)
@@ -115,8 +116,14 @@ class WeightStore:
         return [(path, "the weight holds", m.detach()) for path, m in self.masters.items() if path not in packed]
 
     def _require_masters(self) -> None:
-        """Masters have the dtype that they were compiled with."""
+        """Masters have the shape and the dtype that they were compiled with."""
         for path, master in self.masters.items():
+            if master.shape != self._shapes[path]:
+                raise StaleWeightsError(
+                    f"the weight was {list(self._shapes[path])} when it was compiled and is {list(master.shape)} now",
+                    path=path,
+                    remedy="compile the model again",
+                )
             if master.dtype != self._dtypes[path]:
                 raise UnsupportedModelError(
                     f"the weight was {self._dtypes[path]} when it was compiled and is {master.dtype} now",

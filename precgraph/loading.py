@@ -168,6 +168,8 @@ def find(model: str | Path | Source) -> Source:
     """What MODEL names, unless that was found already; InputError if it is not there."""
     if isinstance(model, Source):
         return model
+    if not str(model):  # else the working directory, where a variable of the shell is not set
+        raise InputError("the model's name is empty", remedy=_ACCEPTED)
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_directory(str(model), path)

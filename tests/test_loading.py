@@ -139,6 +139,14 @@ def test_missing_paths(tmp_path: Path) -> None:
             find(name)
 
 
+def test_no_name_is_not_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="name is empty"):
+        find("")
+    assert find(".").weights == "."
+
+
 def test_a_hub_id_without_a_network_says_so_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def unreachable(*_: Any) -> None:
         raise socket.gaierror("no network")

@@ -48,7 +48,7 @@ def locked(directory: Path) -> Iterator[None]:
             yield
         finally:
             _held.discard(place)
-            if made and os.listdir(directory) == [_FILE]:
+            if made and directory.is_dir() and os.listdir(directory) == [_FILE]:
                 (directory / _FILE).unlink()
                 directory.rmdir()
             fcntl.flock(file, fcntl.LOCK_UN)  # also for children that were forked and live on

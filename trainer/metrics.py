@@ -320,7 +320,9 @@ class Recorder:
 
     def write(self, record: Record) -> None:
         """Append a step's record, or what has come to the last one; in the file when this returns. TrainerError if that
-        fails, on a full disk for one."""
+        fails, on a full disk for one, or if the file is gone: no run could be resumed from a new one."""
+        if not self.path.exists():
+            raise TrainerError("was removed during the run", path=str(self.path), remedy="start the run again")
         self.last = self.last | record if self.last.get("step") == record["step"] else record
         numbers = {k: v for k, v in record.items() if isinstance(v, int | float) and k != "step"}
         try:

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -42,6 +43,7 @@ from trainer.errors import (
     RewardError,
     RolloutError,
     TaskError,
+    TrainerError,
 )
 from trainer.loop import Trainer
 from trainer.metrics import Record, read_records
@@ -495,6 +497,19 @@ def test_rewards_that_draw_are_the_same_in_a_resumed_run(tmp_path: Path) -> None
     other = trainer(tmp_path / "other", task=task, run={"steps": 1, "seed": 4})
     other.run()
     assert read_records(tmp_path / "other")[0]["reward/mean"] != records[0]["reward/mean"]
+
+
+def test_a_run_directory_that_is_removed_stops_the_run(tmp_path: Path) -> None:
+    """What would be written there from then on is no run: it lacks the configuration."""
+    good, directory = tiny.task(), tmp_path / "run"
+
+    def score(item: Any, text: str) -> float:
+        shutil.rmtree(directory, ignore_errors=True)
+        return good.scorer(item, text)
+
+    with pytest.raises(TrainerError, match=r"run/metrics\.jsonl: was removed during the run; start the run again"):
+        trainer(directory, task=tiny.task(score)).run()
+    assert not directory.exists()
 
 
 def test_a_reward_may_turn_gradients_off(tmp_path: Path) -> None:

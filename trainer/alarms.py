@@ -6,7 +6,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from precgraph.mismatch import ERROR_LIMIT
@@ -25,13 +25,13 @@ class Trend:
     window: int = 12
     growth: float = 2.0
     fit: float = 0.7
-    values: deque[float] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=self.window)
 
     def add(self, value: float) -> bool:
         """Take a step's value; True if the window now shows a trend."""
         self.values.append(value)
-        if len(self.values) > self.window:
-            self.values.popleft()
         if len(self.values) < self.window or min(self.values) <= 0:
             return False
         y = [math.log(v) for v in self.values]
@@ -42,42 +42,57 @@ class Trend:
         slope = sxy / sxx
         return slope * (n - 1) > math.log(self.growth) and sxy**2 > self.fit * sxx * syy
 
+    def told(self, name: str) -> str:
+        """The alarm, as a sentence."""
+        return f"{name} grows steadily: {self.values[0]:.2e} to {self.values[-1]:.2e} in {self.window} steps"
+
 
 @dataclass
 class Level:
-    """Whether a quantity stays above ``limit``: judged on the median of the window, never on one value."""
+    """Whether a quantity stays above ``limit``: judged on the median of the window, never on one value.
+
+    ``text`` is the alarm, with places for the ``median`` and for words that say of what it is (``lasting``).
+    """
 
     limit: float
+    text: str
     window: int = 5
-    values: deque[float] = field(default_factory=deque)
 
-    @property
-    def median(self) -> float:
-        return statistics.median(self.values)
+    def __post_init__(self) -> None:
+        self.values: deque[float] = deque(maxlen=self.window)
 
     def add(self, value: float) -> bool:
         """Take a step's value; True if the window is above the limit now."""
         self.values.append(value)
-        if len(self.values) > self.window:
-            self.values.popleft()
-        return len(self.values) == self.window and self.median > self.limit
+        return len(self.values) == self.window and statistics.median(self.values) > self.limit
+
+    def told(self, name: str) -> str:
+        """The alarm, as a sentence."""
+        lasting = f"in the median of {self.window} steps"
+        return self.text.format(median=statistics.median(self.values), lasting=lasting)
 
 
 class Alarms:
     """Warnings of a run. ``exact`` says that any mismatch at all is a defect, as is a token that cannot be compared:
     those are told at once, all else when it lasts."""
 
-    TRENDS = ("mismatch/mean", "mismatch/k3")
-
     def __init__(self, table: MetricsTable, *, exact: bool) -> None:
-        self.table, self.exact = table, exact
-        self.trends = {name: Trend() for name in self.TRENDS}
-        self.error, self.masked = Level(ERROR_LIMIT), Level(table.masked_alarm)
-        self.alike = Level(math.nextafter(1.0, 0.0))  # every group of the median step
+        self.exact = exact
         self._windows: dict[str, Trend | Level] = {
-            **self.trends, "mismatch/mult_prob_error": self.error, "correction/masked": self.masked,
-            "reward/zero_spread": self.alike,
-        }  # fmt: skip
+            "mismatch/mean": Trend(),
+            "mismatch/k3": Trend(),
+            "mismatch/mult_prob_error": Level(
+                ERROR_LIMIT, f"mean exp|Δ| is {{median:.3f}} {{lasting}}, above {ERROR_LIMIT}"
+            ),
+            "correction/masked": Level(
+                table.masked_alarm, "the correction masks {median:.1%} of the sequences {lasting}: it hides a mismatch"
+            ),
+            "reward/zero_spread": Level(
+                math.nextafter(1.0, 0.0),  # it is all groups or no alarm
+                "the rewards within each group are equal {lasting}, so nothing is learned: look at the samples, the "
+                "reward and how hard the questions are",
+            ),
+        }
 
     def check(self, record: Mapping[str, Any]) -> list[str]:
         """The alarms of a step, as sentences."""
@@ -90,25 +105,9 @@ class Alarms:
             )
         if record.get("mismatch/missing"):
             out.append(incomplete(record))
-        raised = {
-            name for name, window in self._windows.items()
-            if name in record and averaged(record, name) and window.add(float(record[name] or 0.0))
-        }  # fmt: skip
-        for name, trend in self.trends.items():
-            if name in raised:
-                out.append(
-                    f"{name} grows steadily: {trend.values[0]:.2e} to {trend.values[-1]:.2e} in {trend.window} steps"
-                )
-        lasting = f"in the median of {Level.window} steps"
-        if "mismatch/mult_prob_error" in raised:
-            out.append(f"mean exp|Δ| is {self.error.median:.3f} {lasting}, above {ERROR_LIMIT}")
-        if "correction/masked" in raised:
-            out.append(f"the correction masks {self.masked.median:.1%} of the sequences {lasting}: it hides a mismatch")
-        if "reward/zero_spread" in raised:
-            out.append(
-                f"the rewards within each group are equal {lasting}, so nothing is learned: look at the samples, the "
-                "reward and how hard the questions are"
-            )
+        for name, window in self._windows.items():
+            if name in record and averaged(record, name) and window.add(float(record[name] or 0.0)):
+                out.append(window.told(name))
         return out
 
     def state(self) -> dict[str, list[float]]:
@@ -119,4 +118,4 @@ class Alarms:
         """Inverse of :meth:`state`."""
         for name, values in state.items():
             if name in self._windows:
-                self._windows[name].values = deque(values)
+                self._windows[name].values.extend(values)

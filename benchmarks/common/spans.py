@@ -42,8 +42,8 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-def of_trace(path: Path, categories: Collection[str] = ON_CARD) -> list[Span]:
-    """What ran on the card, or another category, from a trace of torch's profiler (``.json``, ``.json.gz``)."""
+def of_trace(path: Path, *kinds: Collection[str]) -> list[list[Span]]:
+    """The events of each kind, a set of categories, in a trace of torch's profiler (``.json``, ``.json.gz``)."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt") as file:
         events = json.load(file)["traceEvents"]
-    return [(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in categories]
+    return [[(e["ts"], e["ts"] + e["dur"], e["name"]) for e in events if e.get("cat") in kind] for kind in kinds]

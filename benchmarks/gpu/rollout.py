@@ -14,7 +14,6 @@ that of an engine whose steps are annotated, so lower.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import random
 import statistics
@@ -26,7 +25,7 @@ from typing import Any
 
 from benchmarks.common.engines import add_options, drive, folder_of, qwen3_8b, random_model, report, smollm2
 from benchmarks.common.results import Result
-from benchmarks.common.spans import of_trace, tell
+from benchmarks.common.spans import ON_CARD, of_trace, tell
 
 ENGINES = ("kernels", "ours", "schedule", "bf16", "fp8", "sync", "ipc")
 NAMES = {
@@ -92,7 +91,6 @@ def throughput(engine: str, options: argparse.Namespace) -> None:
     begun = time.monotonic()
     llm = start(engine, options)
     report(start_s=time.monotonic() - begun, weights_gib=weights_gib(llm), cache_tokens=cache_tokens(llm))
-    gc.freeze()  # as vLLM's server does: or this process, which reads the replies, is what is measured
     for requests in options.requests:
         run(llm, options, requests, options.warmup_len)
         report(requests=requests, **run(llm, options, requests, options.output_len))
@@ -107,7 +105,8 @@ def profile(engine: str, llm: Any, options: argparse.Namespace, requests: int) -
     run(llm, options, requests, PROFILED_LEN)
     llm.stop_profile()
     for trace in set(options.logs.glob("*.json.gz")) - before:
-        tell(f"{engine}, {requests} requests, {options.profile}", of_trace(trace), PROFILED)
+        (spans,) = of_trace(trace, ON_CARD)
+        tell(f"{engine}, {requests} requests, {options.profile}", spans, PROFILED)
         trace.rename(options.logs / f"{engine}-{requests}.trace.gz")
 
 
@@ -143,13 +142,16 @@ def run(llm: Any, options: argparse.Namespace, requests: int, output: int) -> di
     """All requests at once; tokens per second from the first submission to the last token."""
     from vllm import SamplingParams
 
+    from precgraph.runtime.vllm.preserve import rare_full_collections
+
     rng = random.Random(requests + output)
     prompts = [
         {"prompt_token_ids": [rng.randrange(1000, 150000) for _ in range(options.input_len)]} for _ in range(requests)
     ]
     params = SamplingParams(max_tokens=output, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
     begun = time.monotonic()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    with rare_full_collections():  # for all engines: or this process, which reads the replies, is what is measured
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.monotonic() - begun
     made = sum(len(o.outputs[0].token_ids) for o in outputs)
     assert made == requests * output

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common.results import Result, append
-from benchmarks.common.spans import RECORDED, covered, of_trace
+from benchmarks.common.spans import ON_CARD, RECORDED, covered, of_trace
 from trainer.config import Config, load
 from trainer.loop import Trainer
 from trainer.tasks import Item, Task
@@ -76,7 +76,7 @@ def measure(trainer: Trainer) -> tuple[list[Result], Counter[str]]:
     with tempfile.TemporaryDirectory() as folder:  # the profiler's own list of events takes minutes for so many
         trace = Path(folder, "trace.json")
         seen.export_chrome_trace(str(trace))
-        kernels, phases = of_trace(trace), of_trace(trace, RECORDED)
+        kernels, phases = of_trace(trace, ON_CARD, RECORDED)
     arm, results = trainer.config.precision.arm, []
     spans = [(a, b, name.removeprefix("phase:")) for a, b, name in phases if name.startswith("phase:")]
     for phase in dict.fromkeys(name for _, _, name in spans if name != "sync"):

@@ -20,8 +20,8 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        device = torch.device("meta")  # nor is that one to train on
-    if device.type not in ("cpu", "cuda"):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         raise ConfigError(f"model.device = {name!r} is no device for a run", remedy="write auto, cpu or cuda")
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         sees = f"{count} CUDA devices, from cuda:0" if count else "no CUDA device"

@@ -5,8 +5,8 @@ several, the order of the sum depends on the batch. The tile of keys depends on 
 (``hopper/tile_size.h``). On ``max_seqlen_q``, for one query counts as not causal: the bound that is passed is never
 below :data:`QUERY_BOUND`. On paging: with widths of 80 and 96 keys must come in one piece; a paged cache gives the same
 bits with those of :data:`PAGED_QUERY_BOUND`, some of which allow a smaller bound, and so a smaller tile of queries. And
-on whether there is a window, which FA3 forgets when no sequence is longer: :func:`key_bound`. All are part of the
-numerics id.
+on whether there is a window, which FA3 forgets when no sequence is longer than it: the bound on keys always is. All
+are part of the numerics id.
 
 The library is vLLM's copy where vLLM is installed, which alone reads paged caches and has sliding windows, else
 ``fa3-fwd`` (PyPI). So a trainer and an engine in one environment run one binary; in two environments that hold
@@ -73,11 +73,6 @@ def _module() -> ModuleType:
     return importlib.import_module(library()[0])
 
 
-def key_bound(longest: int, window: int) -> int:
-    """What to pass as ``max_seqlen_k``: longer than the window, or FA3 would take the tile of attention without one."""
-    return max(longest, window + 1)
-
-
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: ops.AttentionSpec, *, context: AttentionContext | OwnAttention
 ) -> tuple[Tensor, Tensor | None]:
@@ -93,7 +88,7 @@ def attention(
 
 def forward(q: Tensor, call: Varlen, spec: ops.AttentionSpec) -> tuple[Tensor, Tensor]:
     """``q [T, H, D]`` on the sequences of ``call``: out ``[T, H, D]``, log-sum-exp ``[H, T]``."""
-    longest = max(call.longest_query, QUERY_BOUND), key_bound(call.longest_keys, spec.window)
+    longest = max(call.longest_query, QUERY_BOUND), max(call.longest_keys, spec.window + 1)
     window = (spec.window - 1, 0) if spec.window else (-1, -1)
     if library()[0] == "fa3_fwd_interface":
         # The operator itself: the package's functions wrap it in two layers of torch's, which cost the host more time

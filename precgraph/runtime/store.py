@@ -36,8 +36,7 @@ class WeightStore:
         self.version = 0
         self.checked = checked
         self._steps = dict.fromkeys(self.masters, 0)  # of optimisers, by path
-        self._dtypes = {path: t.dtype for path, t in self.masters.items()}
-        self._shapes = {path: t.shape for path, t in self.masters.items()}
+        self._as_compiled = {path: (t.shape, t.dtype) for path, t in self.masters.items()}
         self._seen: Any = None
         self._graph: _Graph | None = None
         _STORES.add(self)
@@ -118,17 +117,18 @@ class WeightStore:
     def _require_masters(self) -> None:
         """Masters have the shape and the dtype that they were compiled with."""
         for path, master in self.masters.items():
-            if master.shape != self._shapes[path]:
+            shape, dtype = self._as_compiled[path]
+            if master.shape != shape:
                 raise StaleWeightsError(
-                    f"the weight was {list(self._shapes[path])} when it was compiled and is {list(master.shape)} now",
+                    f"the weight was {list(shape)} when it was compiled and is {list(master.shape)} now",
                     path=path,
                     remedy="compile the model again",
                 )
-            if master.dtype != self._dtypes[path]:
+            if master.dtype != dtype:
                 raise UnsupportedModelError(
-                    f"the weight was {self._dtypes[path]} when it was compiled and is {master.dtype} now",
+                    f"the weight was {dtype} when it was compiled and is {master.dtype} now",
                     path=path,
-                    remedy=f"convert it back, model.to({self._dtypes[path]})",
+                    remedy=f"convert it back, model.to({dtype})",
                 )
 
     @property

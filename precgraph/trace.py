@@ -36,6 +36,8 @@ from precgraph.format import Format
 from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision, with_rules
 
 _DROPPED = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.alias.default")
+# How the path of a module inside a layer begins: the layer's own path, which names its segment.
+LAYER = re.compile(r"(?:.*?\.)?layers\.\d+(?=\.|$)|.*?\.h\.\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -331,7 +333,7 @@ class _Builder:
 
     def _annotated(self, new: fx.Node, old: fx.Node, *, role: str, module: str = "") -> fx.Node:
         if new.op == "call_function" and self.language_model:
-            layer = re.match(r"(?:.*?\.)?layers\.\d+(?=\.|$)|.*?\.h\.\d+(?=\.|$)", module)
+            layer = LAYER.match(module)
             if layer:
                 self.segment = layer.group(0)
             elif self.segment != "embed" and "rotary" not in module:

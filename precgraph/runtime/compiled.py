@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +20,7 @@ from precgraph.lowering.registry import Kernel
 from precgraph.passes.pipeline import RECOMPUTE, build
 from precgraph.recipe import Recipe
 from precgraph.runtime.accept import require_inputs, require_labels, require_own_forward, require_token_local
+from precgraph.runtime.checkpointing import checkpointed
 from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext
 from precgraph.runtime.inputs import Packed, pack
 from precgraph.runtime.runner import Runner
@@ -73,14 +74,20 @@ class Compiled:
         return self.runner.program.kernels()
 
     # -------------------------------------------------------------------- causal language models
-    def hidden(self, ids: Tensor, positions: Tensor, context: AttentionContext, *, checkpoint: bool = False) -> Tensor:
-        """``ids, positions [1, T]`` to the hidden states ``[1, T, C]`` that enter the head (final norm, lm_head)."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, context: AttentionContext, *, checkpoint: Collection[str] = ()
+    ) -> Tensor:
+        """``ids, positions [1, T]`` to the hidden states ``[1, T, C]`` that enter the head (final norm, lm_head).
+
+        ``checkpoint`` names the segments that the backward computes again.
+        """
         self.ready()
         return self.run_body(ids, positions, context, checkpoint=checkpoint)
 
     def run_body(
-        self, ids: Tensor, positions: Tensor, context: AttentionContext | OwnAttention, *, checkpoint: bool = False
-    ) -> Tensor:
+        self, ids: Tensor, positions: Tensor, context: AttentionContext | OwnAttention, *,
+        checkpoint: Collection[str] = (),
+    ) -> Tensor:  # fmt: skip
         """:meth:`hidden` for engines, which call :meth:`ready` once before many steps.
 
         Segment by segment where there may be a backward, else in one block.
@@ -197,12 +204,8 @@ class CompiledCausalLM(CompiledModule):
         packed = _packed(
             self, input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, kwargs
         )
-        hidden = self.precgraph.hidden(
-            packed.ids,
-            packed.positions,
-            PackedContext(packed.bounds),
-            checkpoint=bool(self.is_gradient_checkpointing),  # type: ignore[attr-defined]
-        )
+        names = checkpointed(self, self.precgraph.runner.program)
+        hidden = self.precgraph.hidden(packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=names)
         logits = _kept_logits(self.precgraph, hidden, packed, logits_to_keep)
         loss = None
         if labels is not None:
@@ -222,7 +225,8 @@ class CompiledPlain(CompiledModule):
         program = compiled.runner.program
         require_inputs(type(self).__name__, compiled.graph, args)
         compiled.ready()
-        results = compiled.runner.run(dict(zip(program.inputs, args, strict=True)), program.outputs)
+        values = dict(zip(program.inputs, args, strict=True))
+        results = compiled.runner.run(values, program.outputs, checkpoint=checkpointed(self, program))
         return tuple(results) if isinstance(output_node(compiled.graph.graph).args[0], tuple) else results[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,12 +34,12 @@ class Runner:
         outputs: Sequence[str],
         *,
         segments: Sequence[Segment] | None = None,
-        checkpoint: bool = False,
+        checkpoint: Collection[str] = (),
     ) -> list[Any]:
         """Run ``segments`` (all by default) on ``values``: the program's inputs, ``context``, earlier values.
 
-        With gradients enabled, each segment is one autograd node whose backward is the graph's; ``checkpoint`` makes
-        it keep its inputs only and compute the rest again. Autocast does not reach inside.
+        With gradients enabled, each segment is one autograd node whose backward is the graph's; those named in
+        ``checkpoint`` keep their inputs only and compute the rest again. Autocast does not reach inside.
         """
         require_numerics_state()
         live = dict(values)
@@ -47,7 +47,7 @@ class Runner:
         last = {name: i for i, segment in enumerate(segments) for name in segment.inputs}
         with _no_autocast(self.store.device):
             for i, segment in enumerate(segments):
-                self._run_segment(segment, live, checkpoint)
+                self._run_segment(segment, live, segment.name in checkpoint)
                 for name in (*segment.inputs, *segment.outputs):
                     if last.get(name, i) <= i and name not in outputs:
                         live.pop(name, None)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from precgraph.errors import InputError
+from precgraph.runtime.checkpointing import checkpointed
 from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.contexts import PackedContext
 from precgraph.runtime.inputs import Packed, pack, require_values
@@ -59,9 +60,8 @@ def token_logprobs(
         )
     packed = pack(input_ids, attention_mask, position_ids, cu_seq_lens, model.config.vocab_size)
     divisors = _temperatures(temperature, packed)
-    hidden = compiled.hidden(
-        packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=bool(model.is_gradient_checkpointing)
-    )
+    names = checkpointed(model, compiled.runner.program)
+    hidden = compiled.hidden(packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=names)
     at = _predicting(packed, rows)
     scored = _scored(compiled, packed, hidden, at, divisors, entropy)
     out = packed.unpack(scored, at)[:, :-1] if rows is None else scored

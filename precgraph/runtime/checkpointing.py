@@ -1,0 +1,23 @@
+"""Activation checkpointing of chosen layers, by the flags that Hugging Face's layers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from precgraph.lowering.program import Program
+from precgraph.trace import LAYER
+
+_FLAG = "gradient_checkpointing"  # of modules; gradient_checkpointing_enable() sets it on all that have it
+
+
+def checkpointed(model: Any, program: Program) -> frozenset[str]:
+    """Names of the segments that keep their inputs only, as the modules of ``model`` say at the moment.
+
+    A layer follows its own flag. Where there is none to ask (a layer of a class without the flag, the embedding, a
+    program in one piece), any module's flag counts.
+    """
+    flags = {p: bool(getattr(m, _FLAG)) for p, m in model.named_modules(remove_duplicate=False) if hasattr(m, _FLAG)}
+    some = any(flags.values())
+    names = (segment.name for segment in program.segments)
+    # What is no layer may have a module's name by chance: the segment "model" is not the module ``model.model``.
+    return frozenset(n for n in names if (flags.get(n, some) if LAYER.fullmatch(n) else some))

@@ -3,7 +3,7 @@
 ``python benchmarks/gpu/layers.py [--layers 12] [--batch 4x2048 1x8192] [--peers eager compiled liger] [--profile]``
 times the forward (as a reference model runs it) and forward + backward of the layers, without lm_head, and prints saved
 activations. BF16 peers are Hugging Face's model with SDPA's default choice and with cuDNN attention; ``precgraph BF16``
-is this project's program with no linear quantised.
+is this project's program with no linear quantised. One variant checkpoints the first layer of each twelve.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.common.results import Result, append
 from benchmarks.common.spans import tell
 from precgraph.format import Format
 from precgraph.recipe import Recipe
+from precgraph.runtime.checkpointing import checkpointed
 from precgraph.runtime.contexts import PackedContext
 
 REPEATS, CALLS = 5, 3  # a time is that of calls in a row, as micro-batches follow each other without waiting
@@ -91,12 +92,13 @@ def median(call: Callable[[], object]) -> float:
 
 
 def ours(model: Any, ids: Tensor) -> Hidden:
-    """A compiled model on the rows of ``ids [B, S]``, packed."""
+    """A compiled model on the rows of ``ids [B, S]``, packed; layers whose flag is set now are checkpointed."""
     rows, length = ids.shape
     flat = ids.reshape(1, -1)
     positions = torch.arange(length, device=ids.device).repeat(rows)[None]
     context = PackedContext(tuple(range(0, rows * length + 1, length)))
-    return lambda: model.precgraph.hidden(flat, positions, context)
+    names = checkpointed(model, model.precgraph.runner.program)
+    return lambda: model.precgraph.hidden(flat, positions, context, checkpoint=names)
 
 
 # -------------------------------------------------------------------------------------------- peers
@@ -164,6 +166,10 @@ def main() -> None:
         for name, recipe in (("precgraph, X 128x128", wgrad_in_blocks()), ("precgraph BF16", same_kernels())):
             with fresh(options.layers) as model:
                 table[name] = measure_ours(model, tokens(batch), recipe, profiled=False)
+        with fresh(options.layers) as model:
+            checkpoint_one_in_twelve(model)
+            times = measure_ours(model, tokens(batch), Recipe.jet_rl(), profiled=False)
+            table["precgraph, one layer in twelve checkpointed"] = times
     for kind in options.peers:  # Liger last: it replaces functions of transformers for the whole process
         for batch, table in tables.items():
             table.update(peers(kind, options.layers, tokens(batch)))
@@ -195,6 +201,12 @@ def same_kernels() -> Recipe:
     return replace(Recipe.jet_rl(), linear=Recipe.bf16().linear)
 
 
+def checkpoint_one_in_twelve(model: Any) -> None:
+    """The backward runs the first layer of each twelve again."""
+    for layer in model.model.layers[::12]:
+        layer.gradient_checkpointing = True
+
+
 def measure_ours(model: Any, ids: Tensor, recipe: Recipe, *, profiled: bool) -> Times:
     """The compiled program's times, with a profile on request."""
     actor = precgraph.compile(model, "train", recipe)
@@ -213,8 +225,9 @@ def report(shape: str, table: dict[str, Times]) -> None:
     """One line a variant, with the ratio of the best BF16 to it."""
     bf16 = [t for name, t in table.items() if not name.startswith("precgraph")]
     print(f"{shape}: ms forward, forward + backward; best BF16's over these; GB saved")
+    width = max(map(len, table))
     for name, t in table.items():
-        line = f"  {name:20s} {t.forward:8.1f} {t.both:8.1f}"
+        line = f"  {name:{width}s} {t.forward:8.1f} {t.both:8.1f}"
         if bf16:
             best = min(b.forward for b in bf16), min(b.both for b in bf16)
             line += f"   {best[0] / t.forward:5.2f} {best[1] / t.both:5.2f}"

@@ -86,8 +86,10 @@ def attention(
     return out.flatten(1).unsqueeze(0), lse.t()
 
 
-def forward(q: Tensor, call: Varlen, spec: ops.AttentionSpec) -> tuple[Tensor, Tensor]:
-    """``q [T, H, D]`` on the sequences of ``call``: out ``[T, H, D]``, log-sum-exp ``[H, T]``."""
+def forward(
+    q: Tensor, call: Varlen, spec: ops.AttentionSpec, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``q [T, H, D]`` on the sequences of ``call``: ``out [T, H, D]``, made if not given; log-sum-exp ``[H, T]``."""
     longest = max(call.longest_query, QUERY_BOUND), max(call.longest_keys, spec.window + 1)
     window = (spec.window - 1, 0) if spec.window else (-1, -1)
     if library()[0] == "fa3_fwd_interface":
@@ -95,7 +97,7 @@ def forward(q: Tensor, call: Varlen, spec: ops.AttentionSpec) -> tuple[Tensor, T
         # than the kernel of a short batch takes.
         none = None
         out, lse, *_ = _module().fa3_fwd_cuda.fwd(
-            q, call.keys, call.values, none, none, none, none, call.query_bounds, call.key_bounds, none, none, none,
+            q, call.keys, call.values, none, none, none, out, call.query_bounds, call.key_bounds, none, none, none,
             *longest, none, none, none, none, none, none, none, none, none, spec.scale, True, *window, 0, spec.softcap,
             True, none, 1, none, 0,
         )  # fmt: skip
@@ -103,7 +105,7 @@ def forward(q: Tensor, call: Varlen, spec: ops.AttentionSpec) -> tuple[Tensor, T
     out, lse = _module().flash_attn_varlen_func(
         q, call.keys, call.values, cu_seqlens_q=call.query_bounds, cu_seqlens_k=call.key_bounds,
         max_seqlen_q=longest[0], max_seqlen_k=longest[1], softmax_scale=spec.scale, causal=True, window_size=window,
-        softcap=spec.softcap, num_splits=1, return_softmax_lse=True, fa_version=3,
+        softcap=spec.softcap, out=out, num_splits=1, return_softmax_lse=True, fa_version=3,
     )  # fmt: skip
     return out, lse
 

@@ -10,24 +10,35 @@ engine's setting ``flash_attn_max_num_splits_for_cuda_graph`` holds for captured
 - a schedule made ahead, once for all layers, only where it is one of one split and of the lengths that are passed; no
   cascade, which sums a common prefix apart.
 
+Prompts of which nothing is in the cache yet (``fresh``) attend as the trainer does, to the step's own keys in one
+piece: over small pages FA3 fetches keys row by row.
+
 FA3 captures whole (``AttentionCGSupport.ALWAYS``): what a step reads is in buffers that keep their places.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
-from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
 
 from precgraph.errors import UnsupportedModelError
+from precgraph.lowering import flash_attention
 from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND
 from precgraph.ops import AttentionSpec
-from precgraph.runtime.contexts import OwnAttention
+from precgraph.runtime.contexts import OwnAttention, Varlen
 
 
 def require_exact(spec: AttentionSpec) -> None:
@@ -51,6 +62,26 @@ def require_exact(spec: AttentionSpec) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Fresh:
+    """The last requests of a step, of which nothing is in the cache: their tokens are ``start:stop``.
+
+    ``bounds`` are where they begin, from ``start`` on, int32 ``[B + 1]`` on the device; ``longest`` is the longest.
+    """
+
+    start: int
+    stop: int
+    bounds: Tensor
+    longest: int
+
+
+@dataclass
+class OneSplitMetadata(FlashAttentionMetadata):  # type: ignore[misc]
+    """vLLM's, of the requests before the fresh ones."""
+
+    fresh: Fresh | None = None
+
+
 class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """One split, and a bound on the longest query under which FA3 keeps the trainer's tile of keys."""
 
@@ -63,22 +94,67 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         self.aot_schedule &= self.query_bound == 1
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        metadata = super().build(0, common_attn_metadata, fast_build)
+        paged, fresh = without_fresh(common_attn_metadata)
+        metadata = super().build(0, paged, fast_build)
         if metadata.max_num_splits != 1:  # vLLM bounds the splits of captured sizes only, those of its schedule too
             metadata.max_num_splits, metadata.scheduler_metadata = 1, None
         metadata.max_query_len = max(metadata.max_query_len, self.query_bound)
-        return metadata
+        return OneSplitMetadata(**vars(metadata), fresh=fresh)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
 
+def without_fresh(step: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Fresh | None]:
+    """The requests of a step up to the last one that has keys in the cache, and the fresh ones after it.
+
+    A step of one token a request stays whole, whatever it holds: its graph was captured so. Where all are fresh,
+    nothing reads the first part.
+    """
+    if step.max_query_len == 1:
+        return step, None
+    starts = step.query_start_loc_cpu[: step.num_reqs + 1].tolist()
+    keys = step.seq_lens_cpu_upper_bound[: step.num_reqs].tolist()  # exact for prompts
+    lengths = [b - a for a, b in pairwise(starts)]
+    before = next((i + 1 for i in reversed(range(step.num_reqs)) if keys[i] > lengths[i]), 0)
+    start, stop = starts[before], starts[-1]
+    if start == stop:
+        return step, None
+    bounds = step.query_start_loc[before : step.num_reqs + 1] - start
+    paged = replace(step.unpadded(start, before), max_query_len=max(lengths[:before])) if before else step
+    return paged, Fresh(start, stop, bounds, max(lengths[before:]))
+
+
+class OneSplitImpl(FlashAttentionImpl):  # type: ignore[misc]
+    """vLLM's call over pages, and the trainer's for fresh requests."""
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """``query [T, H, D]``, ``key, value [T, Hkv, D]`` into ``output``; without metadata vLLM measures memory."""
+        fresh = attn_metadata.fresh if attn_metadata is not None else None
+        if fresh is None or fresh.start:
+            super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
+        if fresh is not None:
+            own = slice(fresh.start, fresh.stop)
+            bounds = (fresh.bounds, fresh.bounds, fresh.longest, fresh.longest)
+            call = Varlen(*bounds, key[own], value[own])
+            spec = AttentionSpec(self.scale, 0, 0.0, 0, self.num_heads, self.num_kv_heads, self.head_size)
+            flash_attention.forward(query[own], call, spec, out=output[own])
+        return output
+
+
 class OneSplitBackend(FlashAttentionBackend):  # type: ignore[misc]
-    """vLLM's FlashAttention backend with that builder."""
+    """vLLM's FlashAttention backend with these."""
 
     @staticmethod
     def get_builder_cls() -> type[Any]:
         return OneSplitBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        return OneSplitImpl
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,21 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(
         "vllm.v1.attention.backend", "CommonAttentionMetadata",
-        has=("query_start_loc", "seq_lens", "num_reqs", "num_actual_tokens", "block_table_tensor", "slot_mapping"),
+        has=("query_start_loc", "query_start_loc_cpu", "seq_lens", "seq_lens_cpu_upper_bound", "num_reqs",
+             "num_actual_tokens", "max_query_len", "block_table_tensor", "slot_mapping"),
+    ),
+    Symbol(
+        "vllm.v1.attention.backend", "CommonAttentionMetadata.unpadded",
+        takes=("num_actual_tokens", "num_actual_reqs"),
+    ),
+    Symbol(
+        "vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.forward",
+        takes=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    ),
+    Symbol("vllm.v1.attention.backends.flash_attn", "FlashAttentionBackend", has=("get_impl_cls", "get_builder_cls")),
+    Symbol(
+        "vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadata",
+        has=("max_query_len", "max_num_splits", "scheduler_metadata"),
     ),
     Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend", has=("get_impl_cls", "get_builder_cls")),
     Symbol("vllm.forward_context", "get_forward_context"),

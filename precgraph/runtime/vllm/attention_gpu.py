@@ -126,7 +126,7 @@ def without_fresh(step: CommonAttentionMetadata) -> tuple[CommonAttentionMetadat
 
 
 class OneSplitImpl(FlashAttentionImpl):  # type: ignore[misc]
-    """vLLM's call over pages, and the trainer's for fresh requests."""
+    """vLLM's call over pages, and the trainer's for fresh requests; the cache is written by a kernel of ours."""
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -143,6 +143,15 @@ class OneSplitImpl(FlashAttentionImpl):  # type: ignore[misc]
             spec = AttentionSpec(self.scale, 0, 0.0, 0, self.num_heads, self.num_kv_heads, self.head_size)
             flash_attention.forward(query[own], call, spec, out=output[own])
         return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:  # fmt: skip
+        """The same bytes as vLLM's kernel writes, by one that starts while the kernel before it ends."""
+        from precgraph.lowering.triton.pages import store_pages  # Triton is on GPUs only
+
+        key_pages, value_pages = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        store_pages(key, value, key_pages, value_pages, slot_mapping)
 
 
 class OneSplitBackend(FlashAttentionBackend):  # type: ignore[misc]

@@ -70,6 +70,10 @@ SYMBOLS: tuple[Symbol, ...] = (
         "vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.forward",
         takes=("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
     ),
+    Symbol(
+        "vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.do_kv_cache_update",
+        takes=("layer", "key", "value", "kv_cache", "slot_mapping"),
+    ),
     Symbol("vllm.v1.attention.backends.flash_attn", "FlashAttentionBackend", has=("get_impl_cls", "get_builder_cls")),
     Symbol(
         "vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadata",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -16,10 +16,11 @@ import precgraph
 from precgraph import ops
 from precgraph.errors import GraphError, LoweringError
 from precgraph.format import Format
-from precgraph.graph import Precision, op_name, precision
+from precgraph.graph import Precision, PrecisionGraph, annotate, op_name, precision
 from precgraph.lowering import fuse, registry
 from precgraph.lowering.fuse import Fused, Fusion, Of
 from precgraph.lowering.program import Program
+from precgraph.passes.fuse_quantize import fuse_quantize
 from tests.families import causal_lm
 
 FORWARD = {"norm", "gated", "rotated", "projections"}
@@ -98,21 +99,74 @@ def test_fused_programs_give_the_same_bits(name: str, checkpoint: bool, monkeypa
     assert torch.equal(logits, again)
     for (path, p), q in zip(plain.named_parameters(), fused.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad), path
-    without = set() if name == "qwen3" else {"rotated", "rotated_backward"}  # only Qwen3 norms its heads
+    without = set() if name == "qwen3" else {"rotated_backward"}  # only Qwen3 norms its heads
+    without |= {"rotated"} if name == "qwen2" else set()  # and only Qwen2 keeps q and k rotated: it adds biases
     program = fused.precgraph.runner.program
-    assert set(fused_kinds(program, "forward")) == FORWARD - without
+    assert set(fused_kinds(program, "forward")) == FORWARD
     assert set(fused_kinds(program, "backward")) == BACKWARD - without
+
+
+def groups_of(graph: PrecisionGraph) -> dict[str, list[fx.Node]]:
+    groups: dict[str, list[fx.Node]] = {}
+    for node in graph:
+        if precision(node).fusion:
+            groups.setdefault(str(precision(node).fusion), []).append(node)
+    return groups
+
+
+def rotations_of(graph: PrecisionGraph) -> list[set[fx.Node]]:
+    return [set(members) for group, members in groups_of(graph).items() if kind(group) == "rotated"]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "phi3", "olmo2", "gemma3", "deepseek_v3", "deepseek_v2"])
+def test_q_and_k_of_an_attention_rotate_together(name: str) -> None:
+    """Forward and again backward; DeepSeek turns a part of each head, in another shape, and joins it to the rest."""
+    graph = precgraph.compile(causal_lm(name), "train").precgraph.graph
+    readers = [n for n in graph if n.target in (ops.attention, ops.attention_backward)]
+    right = []
+    for reader in readers if not name.startswith("deepseek") else []:
+        turns = {n for n in reader.all_input_nodes if n.target is ops.rope}
+        assert len(turns) == 2
+        norms = {n.args[0] for n in turns} if name == "qwen3" else set()
+        assert all(op_name(n) == "rms_norm" for n in norms)
+        right.append(turns | norms)
+    assert len(readers) == 4 and rotations_of(graph) == right
+
+
+def other_tables(turn: fx.Node) -> None:
+    x, cos, sin = turn.args
+    turn.args = (x, sin, cos)
+
+
+def other_eps(turn: fx.Node) -> None:
+    turn.args[0].update_arg(2, 1e-3)
+
+
+def other_arithmetic(turn: fx.Node) -> None:
+    annotate(turn, compute="float32")
+
+
+def other_segment(turn: fx.Node) -> None:
+    for node in (turn, turn.args[0]):
+        annotate(node, segment="elsewhere")
+
+
+@pytest.mark.parametrize("change", [other_tables, other_eps, other_arithmetic, other_segment])
+def test_rotations_that_one_call_cannot_make_keep_to_their_norms(change: Callable[[fx.Node], None]) -> None:
+    graph = precgraph.compile(causal_lm("qwen3"), "infer").precgraph.graph
+    turns = [n for n in graph if n.target is ops.rope]
+    for turn in turns[1::2]:
+        change(turn)
+    for node in graph:
+        annotate(node, fusion=None)
+    assert rotations_of(fuse_quantize(graph)) == [{turn.args[0], turn} for turn in turns]
 
 
 def test_groups_lie_in_one_segment_and_phase() -> None:
     """But for the add that ends a layer: it is in the group of the next layer's norm."""
     graph = precgraph.compile(causal_lm("qwen3"), "train").precgraph.graph
-    groups: dict[str, list[fx.Node]] = {}
-    for node in graph:
-        if precision(node).fusion:
-            groups.setdefault(str(precision(node).fusion), []).append(node)
     apart = []
-    for members in groups.values():
+    for members in groups_of(graph).values():
         assert len({precision(n).phase for n in members}) == 1
         segments = [precision(n).segment for n in members]
         if len(set(segments)) > 1:

@@ -70,8 +70,26 @@ def gated_quantize(node: fx.Node) -> list[fx.Node]:
     return [node, *_quantizers(node, _place(node))] if is_call(node, ops.gated, ops.activate) else []
 
 
+def rotations(node: fx.Node) -> list[fx.Node]:
+    """The rotations of the q and the k that an attention or its backward reads, each after its norm if it has one."""
+    if not is_call(node, ops.attention, ops.attention_backward):
+        return []
+    q, k = node.args[:2] if is_call(node, ops.attention) else node.args[1:3]
+    if q is k or not is_call(q, ops.rope) or not is_call(k, ops.rope):
+        return []
+    parts = [norm_rope(n) or [n] for n in (q, k)]  # type: ignore[arg-type, list-item]
+    return [*parts[0], *parts[1]] if _kinds(parts[0]) == _kinds(parts[1]) else []
+
+
+def _kinds(part: list[fx.Node]) -> list[object]:
+    """What a rotation of q and one of k, and their norms, share: one call has one table, one eps and one arithmetic."""
+    *norms, turn = part
+    tables = turn.args[1:]
+    return [tables, *(n.args[2] for n in norms), *((p.format, p.compute, p.rules) for p in map(precision, part))]
+
+
 def norm_rope(node: fx.Node) -> list[fx.Node]:
-    """The norm of q or k and its rotation."""
+    """The norm of q or k and its rotation, where the two do not go together."""
     source = node.args[0] if is_call(node, ops.rope) else None
     return [source, node] if is_call(source, ops.rms_norm) else []  # type: ignore[list-item]
 
@@ -132,6 +150,7 @@ def twin_quantizers(node: fx.Node) -> list[fx.Node]:
 RULES: tuple[tuple[str, Rule], ...] = (
     ("norm", norm_quantize),
     ("gated", gated_quantize),
+    ("rotated", rotations),
     ("rotated", norm_rope),
     ("rotated_backward", norm_rope_backward),
     ("norm_backward", norm_backward_add),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from precgraph import ops
+from precgraph.errors import InputError
 from precgraph.lowering.reference import elementwise
 from precgraph.lowering.triton import rope
 from tests.gpu.same import extreme, same_bits
@@ -84,3 +85,33 @@ def test_wide_rope_with_fp32_tables() -> None:
     x, dy, _, cos, sin = inputs(50, 128, torch.float32)
     assert same_bits(rope.rope(x, cos, sin, wide=True), elementwise.wide_rope(x, cos, sin))
     assert same_bits(rope.rope_backward(dy, cos, sin, wide=True), elementwise.wide_rope_backward(dy, cos, sin))
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("head", [64, 80, 128])
+@pytest.mark.parametrize("heads", [(32, 8), (9, 3), (4, 1), (1, 2)])
+def test_q_and_k_in_one_launch(heads: tuple[int, int], head: int, wide: bool) -> None:
+    """The bits of two launches and of the reference; q and k are slices of one projection, or tensors of their own."""
+    H, H_K = heads
+    turn = elementwise.wide_rope if wide else ops.rope
+    for count in (*range(1, 20), 64, 129, 300):
+        _, _, weight, cos, sin = inputs(count, head)
+        weights = [weight, weight.flip(0) + 0.5]
+        joint = extreme(1, count, (H + 2 * H_K) * head, seed=count)
+        slices = joint[..., : H * head], joint[..., H * head : (H + H_K) * head]
+        q, k = (ops.split_heads(part, head) for part in slices)
+        for pair in ([q, k], [q.contiguous(), k]):
+            plain = rope.rotate(pair, [], 0.0, cos, sin, wide)
+            normed = rope.rotate(pair, weights, EPS, cos, sin, wide)
+            assert len(plain) == len(normed) == 2
+            for x, gain, turned, after_norm in zip(pair, weights, plain, normed, strict=True):
+                assert same_bits(turned, rope.rope(x, cos, sin, wide=wide))
+                assert same_bits(turned, turn(x, cos, sin))
+                assert same_bits(after_norm, rope.norm_rope(x, gain, EPS, cos, sin, wide=wide))
+                assert same_bits(after_norm, turn(elementwise.rms_norm(x, gain, EPS), cos, sin))
+
+
+def test_q_and_k_of_different_shapes_are_refused() -> None:
+    q, _, _, cos, sin = inputs(5, 64)
+    with pytest.raises(InputError, match="cos and sin"):
+        rope.rotate([q, q[:, :4]], [], 0.0, cos, sin, False)

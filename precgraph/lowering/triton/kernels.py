@@ -243,17 +243,19 @@ def _run_gated_backward(
     return [values[name][index] for name, index in places]
 
 
-def _norm_rope(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
-    """rms_norm over a head, rope."""
-    before, node = _one(members, ops.rms_norm), _one(members, ops.rope)
-    if not before or not node or len(members) != 2 or before in escaping or len(tensor(before).shape) != 4:
+def _rotations(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
+    """rope of q and of k, each after its rms_norm over a head, or neither; of one of them, with its norm."""
+    turns = [n for n in members if n.target is ops.rope]
+    norms = [n for t in turns for n in members if n is t.args[0]]
+    if len(turns) not in (1, 2) or len(norms) not in (0, len(turns)) or len(members) != len(turns) + len(norms):
         return None
-    args = (Of(before, 0), Of(before, 1), Of(before, 2), Of(node, 1), Of(node, 2), precision(node).compute == "float32")
-    return Fused(_run_norm_rope, args, (node,))
-
-
-def _run_norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, wide: bool) -> list[Tensor]:
-    return [rope.norm_rope(x, weight, eps, cos, sin, wide=wide)]
+    if any(n.target is not ops.rms_norm or n in escaping or len(tensor(n).shape) != 4 for n in norms):
+        return None
+    xs = [Of(n, 0) for n in norms or turns]
+    weights, eps = [Of(n, 1) for n in norms], Of(norms[0], 2) if norms else 0.0
+    turn = turns[0]
+    args = (xs, weights, eps, Of(turn, 1), Of(turn, 2), precision(turn).compute == "float32")
+    return Fused(rope.rotate, args, tuple(turns))
 
 
 def _norm_rope_backward(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
@@ -325,7 +327,7 @@ register_fusion(
     Fusion("norm", "triton", _norm_quantize),
     Fusion("gated", "triton", _gated_quantize),
     Fusion("gated_backward", "triton", _gated_backward),
-    Fusion("rotated", "triton", _norm_rope),
+    Fusion("rotated", "triton", _rotations),
     Fusion("rotated_backward", "triton", _norm_rope_backward),
     Fusion("norm_backward", "triton", _norm_backward_add),
     Fusion("quantisers", "triton", _quantize_parts),

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 # ruff: noqa: RET505 - the kernel compiler drops an untaken branch, not what follows a return
-"""Rotary position embedding, with the norm of queries and keys before it; forward and backward.
+"""Rotary position embedding, with the norm of queries and keys before it; forward, of both in one launch, and backward.
 
 Bits are those of :func:`precgraph.ops.rope` (bf16 products and sums, as Hugging Face computes them), or with ``wide``
 of :func:`precgraph.lowering.reference.elementwise.wide_rope` (fp32, rounded once), after ``rms_norm`` of
@@ -8,6 +8,8 @@ of :func:`precgraph.lowering.reference.elementwise.wide_rope` (fp32, rounded onc
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -23,39 +25,46 @@ _HEADS = 2  # heads whose loads are on their way together
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
     """Rotate ``x [1, T, H, D]`` by halves; ``cos, sin [1, T, D]`` bf16 (fp32 too, if ``wide``); contiguous bf16."""
-    return _rotate(x, None, 0.0, cos, sin, wide, back=False)
+    return rotate([x], [], 0.0, cos, sin, wide)[0]
 
 
 def norm_rope(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
     """``rope(rms_norm(x, weight, eps), cos, sin)``, the norm over D of each head."""
-    return _rotate(x, weight, eps, cos, sin, wide, back=False)
+    return rotate([x], [weight], eps, cos, sin, wide)[0]
 
 
 def rope_backward(dy: Tensor, cos: Tensor, sin: Tensor, *, wide: bool = False) -> Tensor:
     """``dx`` of :func:`rope`."""
-    return _rotate(dy, None, 0.0, cos, sin, wide, back=True)
+    return rotate([dy], [], 0.0, cos, sin, wide, back=True)[0]
 
 
-def _rotate(
-    x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, wide: bool, *, back: bool
-) -> Tensor:  # fmt: skip
-    """``x``, normalised before where there is a weight, and turned; ``back``: the other way, as a gradient is."""
-    _check(x, weight, cos, sin, wide)
-    _, T, H, D = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rotate(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], eps: float, cos: Tensor, sin: Tensor, wide: bool, *,
+    back: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """:func:`norm_rope` of each of ``xs``, or :func:`rope` if there are no ``weights``, in one launch.
+
+    ``xs`` are q and k, ``[1, T, H, D]`` with any numbers of heads, or one of them; ``back`` turns as a gradient is.
+    """
+    gains: Sequence[Tensor | None] = weights or [None] * len(xs)
+    for x, gain in zip(xs, gains, strict=True):
+        _check(x, gain, cos, sin, wide)
+    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
+    operands = [(x, gain, out, x.stride(1), x.stride(2)) for x, gain, out in zip(xs, gains, outs, strict=True)]
+    first, second = (*operands, (None, None, None, 0, 0))[:2]
+    H, H_2 = (*(x.shape[2] for x in xs), 0)[:2]
+    _, T, _, D = xs[0].shape
     P, tokens = _tile(D)
-    _rotate_kernel[(ceil_div(T, tokens) * ceil_div(H, _HEADS),)](
-        x,
-        weight,
+    _rotate_kernel[(ceil_div(T, tokens) * (ceil_div(H, _HEADS) + ceil_div(H_2, _HEADS)),)](
+        *first,
+        *second,
         cos,
         sin,
-        out,
         T,
-        x.stride(1),
-        x.stride(2),
         cos.stride(1),
         eps,
         H,
+        H_2,
         D,
         P,
         tokens,
@@ -65,7 +74,7 @@ def _rotate(
         num_warps=2,
         **OVERLAPPING,
     )
-    return out
+    return outs
 
 
 def norm_rope_backward(
@@ -166,7 +175,7 @@ def _halves(at, half, inside):
 
 
 @triton.jit
-def _heads(x, head, stride, half, inside, H: tl.constexpr, HEADS: tl.constexpr):
+def _heads(x, head, stride, half, inside, H, HEADS: tl.constexpr):
     """The halves of ``HEADS`` heads from ``head`` on: all loads before anything is computed."""
     lows = ()
     highs = ()
@@ -206,15 +215,21 @@ def _rotated(low, high, tables, WIDE: tl.constexpr):
 def _rotate_kernel(
     x,
     weight,
-    cos,
-    sin,
     out,
-    T,
     token_stride,
     head_stride,
+    x_2,
+    weight_2,
+    out_2,
+    token_stride_2,
+    head_stride_2,
+    cos,
+    sin,
+    T,
     table_stride,
     eps,
     H: tl.constexpr,
+    H_2: tl.constexpr,
     D: tl.constexpr,
     P: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -222,15 +237,31 @@ def _rotate_kernel(
     WIDE: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """``HEADS`` heads of ``TOKENS`` tokens, each head as two halves ``[TOKENS, P]``, which share cos and sin."""
+    """``HEADS`` heads of ``TOKENS`` tokens, each head as two halves ``[TOKENS, P]``, which share cos and sin.
+
+    Of the programs of those tokens, the ones after ``x``'s are ``x_2``'s, where there is one.
+    """
     await_inputs()
     half: tl.constexpr = D // 2
     groups: tl.constexpr = (H + HEADS - 1) // HEADS
-    token = (tl.program_id(0) // groups).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    head = (tl.program_id(0) % groups) * HEADS
+    all_groups: tl.constexpr = groups + (H_2 + HEADS - 1) // HEADS
+    token = (tl.program_id(0) // all_groups).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    group = tl.program_id(0) % all_groups
+    count = H
+    if x_2 is not None:
+        other = group >= groups
+        group = tl.where(other, group - groups, group)
+        count = tl.where(other, H_2, H)
+        x = tl.where(other, x_2, x)
+        out = tl.where(other, out_2, out)
+        token_stride = tl.where(other, token_stride_2, token_stride)
+        head_stride = tl.where(other, head_stride_2, head_stride)
+        if weight is not None:
+            weight = tl.where(other, weight_2, weight)
+    head = group * HEADS
     lane = tl.broadcast_to(tl.arange(0, P)[None, :], [TOKENS, P])
     inside = (token[:, None] < T) & (lane < half)
-    lows, highs = _heads(x + (token * token_stride)[:, None] + lane, head, head_stride, half, inside, H, HEADS)
+    lows, highs = _heads(x + (token * token_stride)[:, None] + lane, head, head_stride, half, inside, count, HEADS)
     tables = _tables(cos, sin, (token * table_stride)[:, None] + lane, half, inside, BACK)
     if weight is not None:
         gain_low, gain_high = _halves(weight + lane, half, lane < half)
@@ -242,8 +273,8 @@ def _rotate_kernel(
             low = weighted(low, root, gain_low)
             high = weighted(high, root, gain_high)
         first, second = _rotated(low, high, tables, WIDE)
-        to = out + ((token * H + head + h) * D)[:, None] + lane
-        there = inside & (head + h < H)
+        to = out + ((token * count + head + h) * D)[:, None] + lane
+        there = inside & (head + h < count)
         tl.store(to, first, mask=there)
         tl.store(to + half, second, mask=there)
 

@@ -44,14 +44,15 @@ def logprobs_from_logits(
     return _at(logp, ids), -(logp.exp() * logp).sum(-1)
 
 
-def chosen_logprobs(logits: Tensor, ids: Tensor, divisor: Tensor) -> Tensor:
+def chosen_logprobs(logits: Tensor, ids: Tensor, divisor: Tensor, sums: Tensor | None = None) -> Tensor:
     """:func:`logprobs_from_logits` for temperatures on the logits' device that were checked before.
 
     It never makes the host wait. On a GPU it is :mod:`precgraph.lowering.triton.logprobs`, on a CPU torch's kernel.
+    ``sums`` are what the former's ``block_sums`` made of these logits, if a draw has read them already.
     """
     logits = logits.float()
     if logits.device.type == "cuda":
-        return _on_gpu(logits, ids, divisor, entropy=False)[0]
+        return _on_gpu(logits, ids, divisor, entropy=False, sums=sums)[0]
     return _at(torch.log_softmax(logits / divisor.reshape(-1, 1), dim=-1), ids)
 
 
@@ -76,7 +77,9 @@ def _at(logp: Tensor, ids: Tensor) -> Tensor:
     return logp.gather(-1, ids.reshape(-1, 1)).squeeze(-1)
 
 
-def _on_gpu(logits: Tensor, ids: Tensor, divisor: Tensor, *, entropy: bool) -> tuple[Tensor, Tensor]:
+def _on_gpu(
+    logits: Tensor, ids: Tensor, divisor: Tensor, *, entropy: bool, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies ``[N]``; without ``entropy`` the latter are empty."""
     from precgraph.lowering.triton.logprobs import logprobs
 
@@ -85,7 +88,7 @@ def _on_gpu(logits: Tensor, ids: Tensor, divisor: Tensor, *, entropy: bool) -> t
     if torch.is_grad_enabled() and logits.requires_grad:
         chosen, entropies = _GpuLogProbs.apply(logits, ids, divisor, entropy)  # type: ignore[no-untyped-call]
         return chosen, entropies
-    found = logprobs(logits, ids, divisor, entropy=entropy)
+    found = logprobs(logits, ids, divisor, entropy=entropy, sums=sums)
     return found.chosen, _or_empty(found)
 
 

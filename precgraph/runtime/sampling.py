@@ -137,27 +137,30 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
     """
     rows = params if isinstance(params, Rows) else Rows.of(params, logits.device)
     quantiles = on_device(uniforms, torch.float64, logits.device)
-    draw_whole = _draw_whole
+    sums = None
     if logits.device.type == "cuda":
-        from precgraph.lowering.triton.draw import draw as draw_whole
+        from precgraph.lowering.triton.logprobs import block_sums
+
+        sums = block_sums(logits, rows.temperature)  # one read, for the draws and for the log-probabilities
     else:
         require_finite((logits / rows.temperature[:, None]).amax(-1))
     if rows.all_whole:  # most steps: nothing to gather or to scatter
-        ids = draw_whole(logits, rows.temperature, quantiles)
-        return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature), rows.all_kept)
+        ids = _draw_whole(logits, rows.temperature, quantiles, sums)
+        return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature, sums), rows.all_kept)
     ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
     kept = rows.all_kept.clone()
     if rows.greedy is not None:
         ids.index_copy_(0, rows.greedy, _rows(logits, rows.greedy).argmax(-1))
     if rows.whole is not None:
         x, temperature, at = (_rows(t, rows.whole) for t in (logits, rows.temperature, quantiles))
-        ids.index_copy_(0, rows.whole, draw_whole(x, temperature, at))
+        own = None if sums is None else sums.index_select(1, rows.whole)
+        ids.index_copy_(0, rows.whole, _draw_whole(x, temperature, at, own))
     if rows.cut is not None:
         x, temperature, at = (_rows(t, rows.cut) for t in (logits, rows.temperature, quantiles))
         drawn, held = _draw_truncated(x / temperature[:, None], rows.count, rows.share, at)
         ids.index_copy_(0, rows.cut, drawn)
         kept.index_copy_(0, rows.cut, held)
-    return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature), kept)
+    return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature, sums), kept)
 
 
 def ranks(logits: Tensor, ids: Tensor) -> Tensor:
@@ -187,7 +190,12 @@ def _weights(scaled: Tensor) -> Tensor:
     return torch.softmax(scaled, -1).double().mul_(_ONE).round_().long()
 
 
-def _draw_whole(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
+def _draw_whole(logits: Tensor, temperature: Tensor, quantiles: Tensor, sums: Tensor | None) -> Tensor:
+    """On a GPU by the sums of the logits' blocks; on a CPU there are none."""
+    if sums is not None:
+        from precgraph.lowering.triton.draw import draw
+
+        return draw(logits, temperature, quantiles, sums)
     return _draw(_weights(logits / temperature[:, None]).cumsum(-1), quantiles)
 
 

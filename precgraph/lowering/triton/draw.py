@@ -1,10 +1,10 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 """One token a row from logits, at a given quantile of ``softmax(logits / temperature)``; nothing waits.
 
-The vocabulary is cut into blocks of 4096. One pass over the logits gives each block's maximum and its sum of
-``exp(z - maximum)``, in fp64; then a row picks its block by the running sums, and in that block alone its token. What
-a row draws depends on that row and its quantile. Tokens of probability below about 2^-149 of the likeliest in their
-block are never drawn.
+A row picks one of the vocabulary's blocks of 4096 by the running sums of what the log-probability's own read of the
+logits gave (:func:`~precgraph.lowering.triton.logprobs.block_sums`), and in that block alone its token. What a row
+draws depends on that row and its quantile. Tokens of probability below about 2^-149 of the likeliest in their block
+are never drawn.
 """
 
 from __future__ import annotations
@@ -14,26 +14,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from precgraph.lowering.triton.primitives import EXACT, ceil_div
+from precgraph.lowering.triton.logprobs import tempered
+from precgraph.lowering.triton.primitives import EXACT, exp
 from precgraph.lowering.triton.reductions import VOCABULARY_BLOCK, finite
 
 
-def draw(logits: Tensor, temperature: Tensor, quantiles: Tensor) -> Tensor:
-    """``logits [N, V]``, read as fp32, rows of any step; ``temperature [N]`` fp32, ``quantiles [N]`` fp64 in [0, 1).
+def draw(logits: Tensor, temperature: Tensor, quantiles: Tensor, sums: Tensor) -> Tensor:
+    """``logits [N, V]`` fp32, rows of any step; ``temperature [N]`` fp32, ``quantiles [N]`` fp64 in [0, 1).
 
-    Returns ``[N]`` int64: the first token whose running sum of probabilities exceeds the quantile. A row that holds NaN
-    gives some token of the vocabulary, whose log-probability is NaN.
+    ``sums`` are the logits' :func:`~precgraph.lowering.triton.logprobs.block_sums`. Returns ``[N]`` int64: the first
+    token whose running sum of probabilities exceeds the quantile. A row that holds NaN gives some token of the
+    vocabulary, whose log-probability is NaN.
     """
     N, V = logits.shape
-    blocks = ceil_div(V, VOCABULARY_BLOCK)
-    maxima = torch.empty(N, blocks, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(N, blocks, dtype=torch.float64, device=logits.device)
+    blocks = sums.shape[2]
     ids = torch.empty(N, dtype=torch.int64, device=logits.device)
-    sizes = (logits.stride(0), V, blocks)
-    _sums_kernel[(N * blocks,)](logits, temperature, maxima, sums, *sizes, VOCABULARY_BLOCK, num_warps=8, **EXACT)
-    width = triton.next_power_of_2(blocks)
     _draw_kernel[(N,)](
-        logits, temperature, quantiles, maxima, sums, ids, *sizes, width, VOCABULARY_BLOCK, num_warps=8, **EXACT
+        logits, temperature, quantiles, sums.contiguous(), ids, logits.stride(0), N, V, blocks,
+        triton.next_power_of_2(blocks), VOCABULARY_BLOCK, num_warps=8, **EXACT,
     )  # fmt: skip
     return ids
 
@@ -60,26 +58,6 @@ def _ranks_kernel(logits, ids, out, stride, V: tl.constexpr, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _tempered(logits, temperature, row, cols, stride, V):
-    """``logits / temperature`` of some columns, -inf outside the vocabulary."""
-    z = tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf"))
-    return tl.div_rn(z.to(tl.float32), tl.load(temperature + row))
-
-
-@triton.jit
-def _sums_kernel(logits, temperature, maxima, sums, stride, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr):
-    """One block of one row."""
-    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
-    block = tl.program_id(0) % BLOCKS
-    cols = block * BLOCK + tl.arange(0, BLOCK)
-    z = _tempered(logits, temperature, row, cols, stride, V)
-    maximum = tl.max(z, 0)
-    weights = tl.exp(z - finite(maximum))
-    tl.store(maxima + row * BLOCKS + block, maximum)
-    tl.store(sums + row * BLOCKS + block, tl.sum(weights.to(tl.float64), 0))
-
-
-@triton.jit
 def _pick(lanes, running, weights, target, END: tl.constexpr):
     """The first lane of some weight whose running sum exceeds the target; where rounding leaves none, the last."""
     first = tl.min(tl.where((running > target) & (weights > 0), lanes, END), 0)
@@ -87,18 +65,19 @@ def _pick(lanes, running, weights, target, END: tl.constexpr):
     return tl.where(first < END, first, last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _draw_kernel(
-    logits, temperature, quantiles, maxima, sums, ids, stride,
+    logits, divisor, quantiles, partial, ids, stride, N,
     V: tl.constexpr, BLOCKS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, WIDTH)
-    tops = tl.load(maxima + row * BLOCKS + lanes, mask=lanes < BLOCKS, other=float("-inf"))
-    shares = tl.load(sums + row * BLOCKS + lanes, mask=lanes < BLOCKS, other=0.0)
-    factors = tl.exp(tops - finite(tl.max(tops, 0))).to(tl.float64)
-    weights = shares * factors
+    at = partial + row * BLOCKS + lanes
+    tops = tl.load(at, mask=lanes < BLOCKS, other=float("-inf"))
+    shares = tl.load(at + N.to(tl.int64) * BLOCKS, mask=lanes < BLOCKS, other=0.0)
+    factors = exp(tops - finite(tl.max(tops, 0))).to(tl.float64)
+    weights = shares.to(tl.float64) * factors
     running = tl.cumsum(weights, 0)
     target = tl.load(quantiles + row) * tl.max(running, 0)
     block = _pick(lanes, running, weights, target, WIDTH)
@@ -106,7 +85,8 @@ def _draw_kernel(
     factor = tl.sum(tl.where(lanes == block, factors, 0.0), 0)
     top = tl.sum(tl.where(lanes == block, finite(tops), 0.0), 0)
     places = tl.arange(0, BLOCK)
-    z = _tempered(logits, temperature, row, block * BLOCK + places, stride, V)
-    inside = tl.exp(z - top).to(tl.float64)
+    cols = block * BLOCK + places
+    z = tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf"))
+    inside = exp(tempered(z, divisor, row) - top).to(tl.float64)
     place = _pick(places, tl.cumsum(inside, 0) * factor, inside, rest, BLOCK)
     tl.store(ids + row, tl.minimum(block * BLOCK + place, V - 1).to(tl.int64))

@@ -46,13 +46,12 @@ class LogProbs:
     normalizer: Tensor
 
 
-def logprobs(logits: Tensor, ids: Tensor, temperature: Tensor, *, entropy: bool = False) -> LogProbs:
-    """``log_softmax(logits / temperature)`` at ``ids``: ``logits [N, V]`` fp32, ``ids [N]`` int64.
+def block_sums(logits: Tensor, temperature: Tensor, *, entropy: bool = False) -> Tensor:
+    """What one read of ``logits [N, V]`` gives of each block: fp32 ``[2, N, blocks]``, its maximum and its sum.
 
-    ``temperature [N]`` fp32, from 2**-26 to 2**90. Finite logits other than 0 lie between 2**-100 and 2**100 in
-    magnitude: further quotients may be rounded otherwise. An id that is no token's gives NaN.
+    With ``entropy`` there is a third plane, the sum that entropies need.
     """
-    _check(logits, ids, temperature)
+    _check(logits, temperature)
     N, V = logits.shape
     blocks = ceil_div(V, VOCABULARY_BLOCK)
     partial = torch.empty(3 if entropy else 2, N, blocks, dtype=torch.float32, device=logits.device)
@@ -70,6 +69,22 @@ def logprobs(logits: Tensor, ids: Tensor, temperature: Tensor, *, entropy: bool 
         num_warps=1,
         **EXACT,
     )
+    return partial
+
+
+def logprobs(
+    logits: Tensor, ids: Tensor, temperature: Tensor, *, entropy: bool = False, sums: Tensor | None = None
+) -> LogProbs:
+    """``log_softmax(logits / temperature)`` at ``ids``: ``logits [N, V]`` fp32, ``ids [N]`` int64.
+
+    ``temperature [N]`` fp32, from 2**-26 to 2**90. Finite logits other than 0 lie between 2**-100 and 2**100 in
+    magnitude: further quotients may be rounded otherwise. An id that is no token's gives NaN. ``sums`` are the logits'
+    :func:`block_sums`, if they are at hand.
+    """
+    _check(logits, temperature, ids)
+    N, V = logits.shape
+    blocks = ceil_div(V, VOCABULARY_BLOCK)
+    partial = block_sums(logits, temperature, entropy=entropy) if sums is None else sums
     out = torch.empty(4 if entropy else 3, N, dtype=torch.float32, device=logits.device)
     _rows_kernel[(N,)](
         logits,
@@ -103,7 +118,7 @@ def logprobs_backward(
 
     ``(grad * (chosen - p) - entropy_grad * (p * (log p + entropy))) / temperature`` in fp32, rounded once.
     """
-    _check(logits, ids, temperature)
+    _check(logits, temperature, ids)
     if (entropy is None) != (entropy_grad is None):
         raise InputError("the gradient of the entropies needs the entropies")
     N, V = logits.shape
@@ -128,15 +143,16 @@ def logprobs_backward(
     return out
 
 
-def _check(logits: Tensor, ids: Tensor, temperature: Tensor) -> None:
-    require(logits, ids, temperature)
+def _check(logits: Tensor, temperature: Tensor, ids: Tensor | None = None) -> None:
+    require(logits, temperature, ids)
+    rows = logits.shape[:1]
     if logits.dtype != torch.float32 or logits.ndim != 2 or (logits.stride(1) != 1 and logits.shape[1] > 1):
         raise InputError(f"log-probabilities are computed from fp32 logits [N, V], not {logits.dtype}")
-    if ids.shape != logits.shape[:1] or ids.dtype != torch.int64 or not ids.is_contiguous():
-        raise InputError(f"{logits.shape[0]} rows of logits need as many int64 ids, not {ids.dtype} {list(ids.shape)}")
-    if temperature.shape != ids.shape or temperature.dtype != torch.float32 or not temperature.is_contiguous():
+    if ids is not None and (ids.shape != rows or ids.dtype != torch.int64 or not ids.is_contiguous()):
+        raise InputError(f"{rows[0]} rows of logits need as many int64 ids, not {ids.dtype} {list(ids.shape)}")
+    if temperature.shape != rows or temperature.dtype != torch.float32 or not temperature.is_contiguous():
         raise InputError(
-            f"{logits.shape[0]} rows of logits need as many fp32 temperatures, not {temperature.dtype} "
+            f"{rows[0]} rows of logits need as many fp32 temperatures, not {temperature.dtype} "
             f"{list(temperature.shape)}"
         )
     if logits.shape[1] > VOCABULARY_BLOCK * _MAX_BLOCKS:
@@ -158,7 +174,7 @@ def _quotient(z, temperature):
 
 
 @triton.jit
-def _tempered(z, divisor, row):
+def tempered(z, divisor, row):
     """:func:`_quotient`, of zeros and infinities too, which stay what they are."""
     return tl.where(z + z == z, z, _quotient(z, tl.load(divisor + row)))
 
@@ -188,7 +204,7 @@ def _blocks_kernel(
         z = tl.load(at, mask=cols < V, other=float("-inf"), eviction_policy="evict_first")
         values = values + (z,)  # noqa: RUF005 - a tuple of the kernel language
         largest = tl.maximum(largest, z)
-    maximum = _tempered(tl.max(tl.max(largest, 1), 0), divisor, row)  # division keeps the order
+    maximum = tempered(tl.max(tl.max(largest, 1), 0), divisor, row)  # division keeps the order
     shift = finite(maximum)
     total = tl.zeros([1, PIECE], tl.float32)
     weighted = tl.zeros([1, PIECE], tl.float32)
@@ -235,7 +251,7 @@ def _rows_kernel(
     one = row + tl.arange(0, 1)
     token = tl.load(ids + one)
     z = tl.load(logits + one * stride + token, mask=(token >= 0) & (token < V), other=float("nan"))
-    chosen = _tempered(z, divisor, row) - maximum - log_total
+    chosen = tempered(z, divisor, row) - maximum - log_total
     tl.store(out + one, tl.zeros([1], tl.float32) + maximum)
     tl.store(out + N + one, log_total)
     tl.store(out + 2 * N + one, chosen)
@@ -266,7 +282,7 @@ def _backward_kernel(
     row = (tl.program_id(0) // BLOCKS).to(tl.int64)
     cols = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
     inside = cols < V
-    z = _tempered(tl.load(logits + row * stride + cols, mask=inside, other=0.0), divisor, row)
+    z = tempered(tl.load(logits + row * stride + cols, mask=inside, other=0.0), divisor, row)
     logp = z - tl.load(normalizer + row) - tl.load(normalizer + N + row)
     p = exp(logp)
     chosen = tl.where(cols == tl.load(ids + row), 1.0, 0.0)
@@ -274,4 +290,4 @@ def _backward_kernel(
     if entropy is not None:
         spread = tl.where(p == 0.0, 0.0, p * (logp + tl.load(entropy + row)))
         into = into - tl.load(entropy_grad + row) * spread
-    tl.store(out + row * V + cols, _tempered(into, divisor, row).to(tl.bfloat16), mask=inside)
+    tl.store(out + row * V + cols, tempered(into, divisor, row).to(tl.bfloat16), mask=inside)

@@ -1,6 +1,6 @@
 """Qwen3-8B layers on one card: precgraph's FP8 training program against BF16, side by side.
 
-``python benchmarks/gpu/layers.py [--layers 12] [--batch 4x2048 1x8192] [--peers eager compiled liger] [--profile]``
+``python benchmarks/gpu/layers.py [--layers 12] [--batch 4x2048 1x8192] [--peers eager compiled ...] [--profile]``
 times the forward (as a reference model runs it) and forward + backward of the layers, without lm_head, and prints saved
 activations. BF16 peers are Hugging Face's model with SDPA's default choice and with cuDNN attention; ``precgraph BF16``
 is this project's program with no linear quantised. One variant checkpoints the first layer of each twelve.
@@ -29,6 +29,7 @@ from precgraph.recipe import Recipe
 from precgraph.runtime.checkpointing import checkpointed
 from precgraph.runtime.contexts import PackedContext
 
+PEERS = ("eager", "compiled", "again", "liger")  # Liger last: it replaces functions of transformers in the process
 REPEATS, CALLS = 5, 3  # a time is that of calls in a row, as micro-batches follow each other without waiting
 Hidden = Callable[[], Tensor]  # the layers' output, differentiable where gradients are enabled
 
@@ -156,31 +157,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", nargs="*", default=["4x2048", "1x8192"])
-    parser.add_argument("--peers", nargs="*", default=["eager", "compiled", "liger"])
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     tables: dict[str, dict[str, Times]] = {batch: {} for batch in options.batch}
-    for batch, table in tables.items():
-        with fresh(options.layers) as model:
-            table["precgraph FP8"] = measure_ours(model, tokens(batch), Recipe.jet_rl(), profiled=options.profile)
-        for name, recipe in (("precgraph, X 128x128", wgrad_in_blocks()), ("precgraph BF16", same_kernels())):
-            with fresh(options.layers) as model:
-                table[name] = measure_ours(model, tokens(batch), recipe, profiled=False)
-        with fresh(options.layers) as model:
-            checkpoint_one_in_twelve(model)
-            times = measure_ours(model, tokens(batch), Recipe.jet_rl(), profiled=False)
-            table["precgraph, one layer in twelve checkpointed"] = times
-    for kind in options.peers:  # Liger last: it replaces functions of transformers for the whole process
+    for kind in ("ours", *sorted(options.peers, key=PEERS.index)):
         for batch, table in tables.items():
-            table.update(peers(kind, options.layers, tokens(batch)))
+            for name, times in variants(kind, options, tokens(batch)):
+                table[name] = times
+                append("layers", rows(f"{name}, {options.layers} layers, {batch}", times))
             report(f"{options.layers} layers, {batch}", table)
-    for batch, table in tables.items():  # whether the card has slowed down meanwhile
+
+
+def variants(kind: str, options: argparse.Namespace, ids: Tensor) -> Iterator[tuple[str, Times]]:
+    """Names and times of what is compared; ``again`` is our first one, to see whether the card has slowed down."""
+    if kind not in ("ours", "again"):
+        yield from peers(kind, options.layers, ids)
+        return
+    with fresh(options.layers) as model:
+        name = "precgraph FP8" + ", again" * (kind == "again")
+        yield name, measure_ours(model, ids, Recipe.jet_rl(), profiled=options.profile and kind == "ours")
+    if kind == "again":
+        return
+    for name, recipe in (("precgraph, X 128x128", wgrad_in_blocks()), ("precgraph BF16", same_kernels())):
         with fresh(options.layers) as model:
-            table["precgraph FP8, again"] = measure_ours(model, tokens(batch), Recipe.jet_rl(), profiled=False)
-        report(f"{options.layers} layers, {batch}", table)
-    for batch, table in tables.items():
-        append(
-            "layers", (row for name, t in table.items() for row in rows(f"{name}, {options.layers} layers, {batch}", t))
+            yield name, measure_ours(model, ids, recipe, profiled=False)
+    with fresh(options.layers) as model:
+        checkpoint_one_in_twelve(model)
+        yield (
+            "precgraph, one layer in twelve checkpointed",
+            measure_ours(model, ids, Recipe.jet_rl(), profiled=False),
         )
 
 

@@ -52,6 +52,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup-len", type=int, default=16, help="new tokens of the run that warms up")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--block-size", type=int, help="tokens of a page of the cache, in precgraph's engines")
+    parser.add_argument("--cache", type=float, help="GiB of it, for engines that start while others hold memory")
     parser.add_argument("--profile", choices=SKIPPED)
     add_options(parser, limit=900)
     return parser.parse_args()
@@ -119,6 +120,8 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         "max_model_len": options.input_len + max(options.output_len, PROFILED_LEN if options.profile else 0) + 16,
         "enable_prefix_caching": False, "disable_log_stats": False,
     }  # fmt: skip
+    if options.cache is not None:
+        limits |= {"kv_cache_memory_bytes": int(options.cache * 2**30), "gpu_memory_utilization": 0.5}
     if options.profile:
         limits["profiler_config"] = {
             "profiler": "torch", "torch_profiler_dir": str(options.logs.absolute()), "ignore_frontend": True,

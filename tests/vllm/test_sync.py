@@ -261,7 +261,8 @@ def test_another_shape_under_the_right_digest_is_refused(apart: tuple[Any, Any],
     from precgraph.runtime.vllm.sync import describe, policy
 
     actor, llm = apart
-    manifest, tensors = policy(actor)
+    manifest, found = policy(actor)
+    tensors = {n: t.contiguous() for n, t in found.items()}
     tensors["model.norm.weight"] = torch.ones(7, dtype=torch.bfloat16)
     forged = describe(tensors, manifest.version + 1, manifest.digest)
     save_file(tensors, tmp_path / "w.safetensors", metadata={"precgraph": json.dumps(forged.to_json())})

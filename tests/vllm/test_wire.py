@@ -180,6 +180,16 @@ def test_installing_copies_bytes(family: str) -> None:
     assert equal(wire(store, store.program), tensors)
 
 
+def test_a_policy_is_the_stores_own_memory_padded_columns_too() -> None:
+    actor = precgraph.compile(causal_lm("llama"), "train")
+    store = actor.precgraph.store
+    own = [*store.masters.values(), *(t for pack in store.packs.values() for t in pack.tensors().values())]
+    places = {t.untyped_storage().data_ptr() for t in own}
+    _, tensors = policy(actor)
+    assert {t.untyped_storage().data_ptr() for t in tensors.values()} <= places
+    assert not all(t.is_contiguous() for t in tensors.values())
+
+
 def test_skeletons_have_the_models_own_buffers() -> None:
     model, bones = causal_lm("llama"), skeleton(config("llama"))
     buffers = dict(model.named_buffers())
@@ -242,6 +252,16 @@ def test_parts_in_any_order_and_again() -> None:
     assert receiver.finish()[1].keys() == {"a", "b"}
     receiver.begin(manifest, 2)
     assert not receiver.staged, "an update that was not finished is dropped by the next"
+
+
+def test_a_part_with_wrong_tensors_names_the_first_and_stages_none() -> None:
+    tensors, manifest, receiver = small()
+    receiver.begin(manifest, 2)
+    with pytest.raises(SyncError, match="^b: the tensor is not the one"):
+        receiver.update({"b": tensors["b"] + 1, "a": tensors["a"] + 1})
+    with pytest.raises(SyncError, match="^c: the part holds a tensor that its manifest does not name"):
+        receiver.update({"a": tensors["a"], "c": tensors["a"]})
+    assert not receiver.staged
 
 
 def test_manifests_survive_json_and_nothing_else() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,10 @@ from precgraph.recipe import Recipe
 from precgraph.runtime.engine import Completion, prompt_ids
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, SEED, register
+from precgraph.runtime.vllm.ipc import Handles
 from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state, rare_full_collections
 from precgraph.runtime.vllm.replies import value_of
-from precgraph.runtime.vllm.sync import Manifest, compiled_of, policy, read_file, save_weights
+from precgraph.runtime.vllm.sync import Manifest, compiled_of, digest_of, policy, read_file, save_weights
 from precgraph.runtime.vllm.versions import require_version
 
 
@@ -72,6 +73,7 @@ class LLM:
         self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
         self._digest = self._actor.graph.digest() if self._actor else digest
         self._broken: str | None = None
+        self._handles = Handles()
         _refuse(engine_args)
         # A bad model fails here, with a typed error, and not in a worker.
         self.vocabulary = int(load_config_model(model).config.vocab_size)
@@ -199,7 +201,7 @@ class LLM:
 
     def _send(self, model: Any, route: str | None) -> int:
         compiled = compiled_of(model)
-        self._require_digest([self.digest], compiled.graph.digest())
+        self._require_digest([self.digest], digest_of(compiled))
         route = route or ("ipc" if compiled.store.device.type == "cuda" else "file")
         if route == "file":
             with tempfile.TemporaryDirectory(prefix="precgraph-") as folder:
@@ -207,10 +209,9 @@ class LLM:
                 return self._install(save_weights(model, path), [("precgraph_update_file", str(path))])
         if route != "ipc":
             raise InputError(f"route must be 'ipc' or 'file', not {route!r}")
-        from precgraph.runtime.vllm.ipc import handles
-
         manifest, tensors = policy(model)
-        return self._install(manifest, [("precgraph_update_ipc", handles(tensors))])
+        # Handles are made when the engine has agreed to take them.
+        return self._install(manifest, ((m, self._handles.of(tensors)) for m in ("precgraph_update_ipc",)))
 
     def _send_files(self, paths: list[Path]) -> int:
         found = [m for m in (read_file(p)[0] for p in paths) if m is not None]
@@ -221,7 +222,7 @@ class LLM:
             )  # fmt: skip
         return self._install(found[0], [("precgraph_update_file", str(p)) for p in paths])
 
-    def _install(self, manifest: Manifest, parts: list[tuple[str, Any]]) -> int:
+    def _install(self, manifest: Manifest, parts: Iterable[tuple[str, Any]]) -> int:
         try:
             self._call("precgraph_begin", manifest.to_json())
             for method, argument in parts:
@@ -266,6 +267,7 @@ class LLM:
         """End the engine and its processes."""
         self._broken = "the engine was shut down"
         self.engine.llm_engine.engine_core.shutdown()
+        self._handles.release()
 
     # -------------------------------------------------------------------------------- helpers
     def _call(self, method: str, *args: Any) -> list[Any]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from precgraph.errors import DigestError, InputError, SyncError
+from precgraph.graph import PrecisionGraph
 from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.vllm.weights import wire
 
@@ -29,6 +31,7 @@ PROTOCOL = 2
 HEADER = "precgraph"  # the key of a file's metadata that holds its manifest
 _BLOCK = 1 << 21  # 64-bit words that a fingerprint takes at a time: part of its formula
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 over the golden ratio, odd, as a signed word
+_DIGESTS: WeakKeyDictionary[PrecisionGraph, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,10 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         return {
             "protocol": PROTOCOL, "version": self.version, "digest": self.digest, "checksum": self.checksum,
-            "tensors": {name: {**asdict(e), "shape": list(e.shape)} for name, e in self.tensors.items()},
+            "tensors": {
+                name: {"dtype": e.dtype, "shape": list(e.shape), "fingerprint": e.fingerprint}
+                for name, e in self.tensors.items()
+            },
         }  # fmt: skip
 
     @classmethod
@@ -106,10 +112,10 @@ def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The fingerprint of each tensor, with one wait a device."""
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
-        by_device.setdefault(tensor.device, {})[name] = _weighted_sum(tensor)
+        by_device.setdefault(tensor.device, {})[name] = _words(tensor)
     found: dict[str, int] = {}
-    for sums in by_device.values():
-        found |= zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+    for device, words in by_device.items():
+        found |= zip(words, _weighted_sums(list(words.values()), device).tolist(), strict=True)
     return {name: value % (1 << 64) for name, value in found.items()}
 
 
@@ -127,21 +133,38 @@ def fingerprint(x: Tensor) -> int:
     in one place is noticed for certain; truncation, bit errors in many places and exchanged words or blocks, but for
     a chance far below one in 10**9. It is no defence against malice.
     """
-    return int(_weighted_sum(x)) % (1 << 64)
+    return _fingerprints({"": x})[""]
 
 
-def _weighted_sum(x: Tensor) -> Tensor:
-    """The sum as a signed word, on the tensor's device."""
-    total = torch.zeros((), dtype=torch.int64, device=x.device)
+def _words(x: Tensor) -> Tensor:
+    """The bytes as int64 ``[N]``: the tensor's own memory, but for strides, and sizes and places that divide no word.
+
+    Those are copied; of a policy's tensors they are norms and biases of odd widths, and weights with padded columns.
+    """
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     if raw.numel() % 8:
         raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
     elif raw.storage_offset() % 8:
         raw = raw.clone()
-    blocks = raw.view(torch.int64).split(_BLOCK) if raw.numel() else ()
-    keys = _keys(min(_BLOCK, raw.numel() // 8), raw.device)
-    for key, words in zip(_keys(len(blocks), raw.device), blocks, strict=True):
-        total += key * _mixed(words).mul_(keys[: words.numel()]).sum()
+    return raw.view(torch.int64) if raw.numel() else raw.new_empty(0, dtype=torch.int64)
+
+
+def _weighted_sums(words: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The sum of each of ``words`` as a signed word, ``[len(words)]`` on their device."""
+    if device.type != "cuda":
+        return torch.stack([_weighted_sum(w) for w in words])
+    from precgraph.lowering.triton.fingerprint import weighted_sums
+
+    with torch.cuda.device(device):
+        return weighted_sums(words, _BLOCK, _GOLDEN)
+
+
+def _weighted_sum(words: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    blocks = words.split(_BLOCK) if words.numel() else ()
+    keys = _keys(min(_BLOCK, words.numel()), words.device)
+    for key, block in zip(_keys(len(blocks), words.device), blocks, strict=True):
+        total += key * _mixed(block).mul_(keys[: block.numel()]).sum()
     return total
 
 
@@ -164,7 +187,15 @@ def policy(model: Any) -> tuple[Manifest, dict[str, Tensor]]:
     compiled = compiled_of(model)
     compiled.store.require_fresh()
     tensors = wire(compiled.store, compiled.runner.program)
-    return describe(tensors, compiled.store.version, compiled.graph.digest()), tensors
+    return describe(tensors, compiled.store.version, digest_of(compiled)), tensors
+
+
+def digest_of(compiled: Compiled) -> str:
+    """The digest of the program that runs, computed once: what a program was built from does not change."""
+    graph = compiled.graph
+    if graph not in _DIGESTS:
+        _DIGESTS[graph] = graph.digest()
+    return _DIGESTS[graph]
 
 
 def compiled_of(model: Any) -> Compiled:
@@ -182,7 +213,8 @@ def save_weights(model: Any, path: str | Path) -> Manifest:
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, partial, metadata={"format": "pt", HEADER: json.dumps(manifest.to_json())})
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, partial, metadata={"format": "pt", HEADER: json.dumps(manifest.to_json())})
         os.replace(partial, target)
     except (SafetensorError, OSError) as error:  # a full disk is one or the other
         raise SyncError(f"cannot be written: {error}", path=str(path), remedy="make room, and save again") from error
@@ -263,15 +295,16 @@ class Receiver:
         """Take a part; each tensor must be what the manifest says, down to its bytes."""
         if self.manifest is None:
             raise SyncError("no update has begun", remedy="call begin first")
-        for name, tensor in tensors.items():
-            entry = self.manifest.tensors.get(name)
-            if entry is None:
+        for name in tensors:
+            if name not in self.manifest.tensors:
                 raise SyncError(
                     "the part holds a tensor that its manifest does not name", path=name, remedy="send it again"
                 )
-            if entries({name: tensor})[name] != entry:
+        found = entries(tensors)
+        for name in tensors:
+            if found[name] != self.manifest.tensors[name]:
                 raise SyncError("the tensor is not the one that the manifest names", path=name, remedy="send it again")
-            self.staged[name] = tensor
+        self.staged.update(tensors)
 
     def finish(self) -> tuple[Manifest, dict[str, Tensor]]:
         """The complete update, to be installed; SyncError, naming one, if tensors are missing."""

@@ -170,14 +170,14 @@ def pack_groups(keys: Iterable[PackKey]) -> list[list[PackKey]]:
 
 
 def wire(store: WeightStore, program: Program) -> dict[str, Tensor]:
-    """The policy's tensors by name, as kernels of the forward read them."""
+    """The policy's tensors by name, as kernels of the forward read them: the store's own memory, with its strides."""
     tensors = {path: store.masters[path].detach() for path in sorted(read_directly(program.graph))}
     for key in sorted(program.packs, key=str):
         if key.format is not None:
             pack = store.packs[key].tensors()
             rows, columns = store.masters[key.path].shape[-2:]
-            tensors[key.path] = pack["codes"][..., :rows, :columns].contiguous()
-            tensors[key.path + SCALES] = pack["scales"].contiguous()
+            tensors[key.path] = pack["codes"][..., :rows, :columns]
+            tensors[key.path + SCALES] = pack["scales"]
     return tensors
 
 

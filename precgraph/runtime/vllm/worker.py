@@ -16,6 +16,7 @@ from precgraph.runtime.vllm import (
     dummy,  # noqa: F401 - registers its loader
 )
 from precgraph.runtime.vllm.config import options_of
+from precgraph.runtime.vllm.ipc import Opened
 from precgraph.runtime.vllm.model import PrecGraphForCausalLM
 from precgraph.runtime.vllm.replies import replies
 from precgraph.runtime.vllm.sampler import ExactSampler
@@ -31,6 +32,7 @@ class ExactWorker:
     model_runner: Any
     vllm_config: Any
     _receiver: Receiver | None = None
+    _opened: Opened | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         if not isinstance(self.model_runner, GPUModelRunner):  # V1's; another would draw with vLLM's own sampler
@@ -108,9 +110,8 @@ class ExactWorker:
 
     @replies
     def precgraph_update_ipc(self, handles: dict[str, Any]) -> None:
-        from precgraph.runtime.vllm.ipc import opened
-
-        self._update(opened(handles))
+        self._opened = self._opened or Opened()
+        self._update(self._opened.of(handles))
 
     @replies
     def precgraph_finish(self) -> str:

@@ -1,0 +1,54 @@
+"""Fingerprints of many tensors in one launch, against torch's on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from precgraph.runtime.vllm.sync import describe, fingerprint
+
+pytestmark = pytest.mark.gpu
+
+BLOCK = 8 << 21  # bytes of a block
+SIZES = (
+    0, 1, 7, 8, 9, 4096 * 8 - 8, 4096 * 8, 4096 * 8 + 8, BLOCK - 8, BLOCK, BLOCK + 8, 3 * BLOCK + 4096 * 8 + 5,
+    5 * BLOCK,
+)  # fmt: skip
+
+
+def noise(size: int) -> Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+def test_sizes_alone_and_together() -> None:
+    made = {str(size): noise(size) for size in SIZES}
+    right = describe(made, 1, "")
+    assert describe({name: x.cuda() for name, x in made.items()}, 1, "") == right
+    for name, x in made.items():
+        assert fingerprint(x.cuda()) == right.tensors[name].fingerprint, name
+
+
+@pytest.mark.parametrize("offset", [1, 3, 8, 16, 24])
+def test_views_that_begin_elsewhere(offset: int) -> None:
+    for size in (8, 4096 * 8, BLOCK + 8, BLOCK + 13):
+        x = noise(size + offset)
+        assert fingerprint(x.cuda()[offset:]) == fingerprint(x[offset:]), size
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32])
+def test_dtypes_and_strides(dtype: torch.dtype) -> None:
+    x = noise(640 * 1024 * dtype.itemsize).view(dtype).view(640, 1024)
+    for view in (slice(None), slice(0, 576), slice(1, 578)):  # whole, and padded columns of a matrix cut off
+        assert fingerprint(x.cuda()[:, view]) == fingerprint(x[:, view]), view
+    assert fingerprint(x.cuda()[0, 0]) == fingerprint(x[0, 0]), "a scalar"
+
+
+def test_one_changed_bit_is_seen_in_every_block() -> None:
+    x = noise(2 * BLOCK + 16).cuda()
+    seen = {fingerprint(x)}
+    for at in (0, 7, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK + 15):
+        x[at] ^= 128
+        seen.add(fingerprint(x))
+    assert len(seen) == 7

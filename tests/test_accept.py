@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -91,6 +92,35 @@ def test_a_module_replaced_after_compile(path: str) -> None:
     REPLACED[path](actor)
     with pytest.raises(StaleWeightsError, match=path.replace(".", r"\.")):
         actor(IDS)
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_a_hook_that_would_not_run(kind: str) -> None:
+    actor = precgraph.compile(llama())
+    handle = getattr(actor.model.layers[1].mlp, f"register_{kind}")(lambda *args: None)
+    for call in (lambda: actor(IDS), lambda: precgraph.token_logprobs(actor, IDS)):
+        with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.mlp.*hooks have changed"):
+            call()
+    handle.remove()
+    actor(IDS)
+
+
+def test_a_forward_hook_of_the_model_itself_runs() -> None:
+    actor, seen = precgraph.compile(llama()), []
+    actor.register_forward_hook(lambda module, args, output: seen.append(output.logits.shape))
+    actor(IDS)
+    assert seen == [(*IDS.shape, 997)]
+
+
+def test_a_hook_from_before_is_part_of_the_program() -> None:
+    model = llama()
+    plain = precgraph.compile(copy.deepcopy(model))(IDS).logits
+    handle = model.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+    doubled = precgraph.compile(model)
+    assert not torch.equal(doubled(IDS).logits, plain)
+    handle.remove()
+    with pytest.raises(UnsupportedModelError, match="hooks have changed"):
+        doubled(IDS)
 
 
 def test_logits_that_no_linear_makes() -> None:

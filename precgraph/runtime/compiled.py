@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from precgraph.errors import InputError, LoweringError, StaleWeightsError, UnsupportedModelError
+from precgraph.errors import InputError, LoweringError, UnsupportedModelError
 from precgraph.graph import PrecisionGraph, output_node, tensor
 from precgraph.lowering.lower import lower, target
 from precgraph.lowering.program import Program, Segment, build_program
@@ -23,18 +23,10 @@ from precgraph.runtime.accept import require_inputs, require_labels, require_own
 from precgraph.runtime.checkpointing import checkpointed
 from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext
 from precgraph.runtime.inputs import Packed, pack
+from precgraph.runtime.places import Places
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.store import WeightStore
 from precgraph.trace import Trace, require_supported, trace
-
-
-class Place(NamedTuple):
-    """Where the model keeps a module, parameter or buffer: the owner's dictionary, the name in it, the full path."""
-
-    owner: dict[str, Any]
-    name: str
-    value: Any
-    path: str
 
 
 @dataclass(repr=False)
@@ -48,7 +40,7 @@ class Compiled:
     checked: bool
     store: WeightStore
     runner: Runner
-    places: tuple[Place, ...]  # the model's modules and tensors when it was compiled
+    places: Places  # what the model was made of when it was compiled
     example_inputs: Sequence[Tensor] | None = None
     recompute: str = "cheap"
 
@@ -119,11 +111,7 @@ class Compiled:
         Training always runs on the current masters, with a backward for the parameters that are trainable now; a
         rollout refuses a store that the masters have left behind.
         """
-        for owner, name, value, path in self.places:
-            if owner.get(name) is not value:
-                raise StaleWeightsError(
-                    "it was replaced after the model was compiled", path=path, remedy="compile the model again"
-                )
+        self.places.require_same()
         if self.mode == "infer":
             self.store.require_fresh()
             return
@@ -376,19 +364,9 @@ def _compiled(
     result: Any = _shallow(model, type(own.__name__, (mixin, own), names))
     runner = Runner(program, store, checked)
     result.__dict__["precgraph"] = Compiled(
-        traced, mode, recipe, backend, checked, store, runner, _places(model), example_inputs, recompute
+        traced, mode, recipe, backend, checked, store, runner, Places.of(model), example_inputs, recompute
     )
     return result
-
-
-def _places(model: nn.Module) -> tuple[Place, ...]:
-    """Everything that the model's modules hold, so that a replacement is noticed."""
-    return tuple(
-        Place(owner, name, value, f"{prefix}.{name}".removeprefix("."))
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for owner in (module._modules, module._parameters, module._buffers)
-        for name, value in owner.items()
-    )
 
 
 def build_lowered(

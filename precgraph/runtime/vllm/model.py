@@ -17,6 +17,7 @@ from precgraph.errors import UnsupportedModelError
 from precgraph.graph import PrecisionGraph
 from precgraph.loading import load_model, stored_weights
 from precgraph.runtime.compiled import Compiled, build_lowered
+from precgraph.runtime.places import Places
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.vllm import ARCHITECTURE
 from precgraph.runtime.vllm.config import KEY, recipe_of
@@ -48,7 +49,7 @@ class PrecGraphForCausalLM(nn.Module):
             program = build_lowered(traced.graph, "infer", recipe, "auto", device)
             store = RolloutStore(traced, program, device)
         traced.tensors.clear()  # the parameters of the skeleton, which were never written
-        self.compiled = Compiled(traced, "infer", recipe, "auto", False, store, Runner(program, store), places=())
+        self.compiled = Compiled(traced, "infer", recipe, "auto", False, store, Runner(program, store), Places())
         self.config, self.checkpoint = config, vllm_config.model_config.model
         self.sizes = sizes_of(vllm_config) if device.type == "cuda" else Sizes()
         self.layers = nn.ModuleDict(

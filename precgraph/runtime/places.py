@@ -1,0 +1,72 @@
+"""What a program was traced from: a model that has changed since is refused before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+from torch import nn
+
+from precgraph.errors import StaleWeightsError, UnsupportedModelError
+
+
+class Place(NamedTuple):
+    """Where the model keeps a module, parameter or buffer: the owner's dictionary, the name in it, the full path."""
+
+    owner: dict[str, Any]
+    name: str
+    value: Any
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Everything that a model's modules held when it was compiled, and how many hooks its submodules had.
+
+    Forward hooks of submodules ran when the model was traced, and what they did to values is part of the program; a
+    program calls no submodule, so others would never run. Hooks of the model itself run with its own call.
+    """
+
+    held: tuple[Place, ...] = ()
+    hooks: tuple[Mapping[int, Any], ...] = ()
+    counts: tuple[int, ...] = ()
+    hooked: tuple[str, ...] = ()  # the path of each
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Self:
+        modules = list(model.named_modules(remove_duplicate=False))
+        held = tuple(
+            Place(owner, name, value, f"{prefix}.{name}".removeprefix("."))
+            for prefix, module in modules
+            for owner in (module._modules, module._parameters, module._buffers)
+            for name, value in owner.items()
+        )
+        hooks = [
+            (hooks, prefix) for prefix, module in modules[1:]
+            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+                          module._backward_pre_hooks)
+        ]  # fmt: skip
+        counts = tuple(sum(map(_acts, h.values())) for h, _ in hooks)
+        return cls(held, tuple(h for h, _ in hooks), counts, tuple(path for _, path in hooks))
+
+    def require_same(self) -> None:
+        """StaleWeightsError for a part that was replaced, UnsupportedModelError for a hook that would not run."""
+        for owner, name, value, path in self.held:
+            if owner.get(name) is not value:
+                raise StaleWeightsError(
+                    "it was replaced after the model was compiled", path=path, remedy="compile the model again"
+                )
+        if tuple(map(len, self.hooks)) != self.counts:
+            for hooks, count, path in zip(self.hooks, self.counts, self.hooked, strict=True):
+                if len(hooks) != count and sum(map(_acts, hooks.values())) != count:
+                    raise UnsupportedModelError(
+                        "its hooks have changed since the model was compiled, and a program runs none", path=path,
+                        remedy="register forward hooks before compiling, or remove the new ones",
+                    )  # fmt: skip
+
+
+def _acts(hook: Any) -> bool:
+    """Not so the one of ``gradient_checkpointing_enable()``, which lets torch's checkpoints see a gradient arrive."""
+    name: str = getattr(hook, "__qualname__", "")
+    return not name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")

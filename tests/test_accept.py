@@ -121,6 +121,9 @@ def test_a_hook_from_before_is_part_of_the_program() -> None:
     handle.remove()
     with pytest.raises(UnsupportedModelError, match="hooks have changed"):
         doubled(IDS)
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 3)
+    with pytest.raises(UnsupportedModelError, match="hooks have changed"):
+        doubled(IDS)
 
 
 def test_logits_that_no_linear_makes() -> None:

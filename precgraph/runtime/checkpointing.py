@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from precgraph.lowering.program import Program
 from precgraph.trace import LAYER
 
@@ -11,11 +13,14 @@ _FLAG = "gradient_checkpointing"  # of modules; gradient_checkpointing_enable() 
 
 
 def checkpointed(model: Any, program: Program) -> frozenset[str]:
-    """Names of the segments that keep their inputs only, as the modules of ``model`` say at the moment.
+    """Names of the segments that keep their inputs only, as the modules of ``model`` say at the moment; none without
+    gradients.
 
     A layer follows its own flag. Where there is none to ask (a layer of a class without the flag, the embedding, a
     program in one piece), any module's flag counts.
     """
+    if not torch.is_grad_enabled():
+        return frozenset()
     flags = {p: bool(getattr(m, _FLAG)) for p, m in model.named_modules(remove_duplicate=False) if hasattr(m, _FLAG)}
     some = any(flags.values())
     names = (segment.name for segment in program.segments)

@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Everything that a model's modules held when it was compiled, and how many hooks its submodules had.
+    """Everything that a model's modules held when it was compiled, and which hooks its submodules had.
 
     Forward hooks of submodules ran when the model was traced, and what they did to values is part of the program; a
     program calls no submodule, so others would never run. Hooks of the model itself run with its own call.
@@ -30,7 +30,7 @@ class Places:
 
     held: tuple[Place, ...] = ()
     hooks: tuple[Mapping[int, Any], ...] = ()
-    counts: tuple[int, ...] = ()
+    keys: tuple[tuple[int, ...], ...] = ()  # of those that act, in each of ``hooks``; no two hooks ever have one key
     hooked: tuple[str, ...] = ()  # the path of each
 
     @classmethod
@@ -47,8 +47,7 @@ class Places:
             for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
                           module._backward_pre_hooks)
         ]  # fmt: skip
-        counts = tuple(sum(map(_acts, h.values())) for h, _ in hooks)
-        return cls(held, tuple(h for h, _ in hooks), counts, tuple(path for _, path in hooks))
+        return cls(held, tuple(h for h, _ in hooks), tuple(_acting(h) for h, _ in hooks), tuple(p for _, p in hooks))
 
     def require_same(self) -> None:
         """StaleWeightsError for a part that was replaced, UnsupportedModelError for a hook that would not run."""
@@ -57,16 +56,16 @@ class Places:
                 raise StaleWeightsError(
                     "it was replaced after the model was compiled", path=path, remedy="compile the model again"
                 )
-        if tuple(map(len, self.hooks)) != self.counts:
-            for hooks, count, path in zip(self.hooks, self.counts, self.hooked, strict=True):
-                if len(hooks) != count and sum(map(_acts, hooks.values())) != count:
+        if tuple(map(tuple, self.hooks)) != self.keys:
+            for hooks, keys, path in zip(self.hooks, self.keys, self.hooked, strict=True):
+                if _acting(hooks) != keys:
                     raise UnsupportedModelError(
                         "its hooks have changed since the model was compiled, and a program runs none", path=path,
                         remedy="register forward hooks before compiling, or remove the new ones",
                     )  # fmt: skip
 
 
-def _acts(hook: Any) -> bool:
-    """Not so the one of ``gradient_checkpointing_enable()``, which lets torch's checkpoints see a gradient arrive."""
-    name: str = getattr(hook, "__qualname__", "")
-    return not name.endswith("enable_input_require_grads.<locals>.make_inputs_require_grads")
+def _acting(hooks: Mapping[int, Any]) -> tuple[int, ...]:
+    """Keys, without that of ``gradient_checkpointing_enable()``, whose hook lets torch's checkpoints see a gradient."""
+    idle = "enable_input_require_grads.<locals>.make_inputs_require_grads"
+    return tuple(key for key, hook in hooks.items() if not getattr(hook, "__qualname__", "").endswith(idle))

@@ -130,7 +130,7 @@ def on_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Sequence[float]) -> Sampled:
-    """Draw a token from each row of ``logits [N, V]`` fp32 at the quantile ``uniforms[i]`` in [0, 1).
+    """Draw a token from each row of ``logits [N, V]``, read as fp32, at the quantile ``uniforms[i]`` in [0, 1).
 
     A row that holds NaN or +infinity, or whose temperature makes one, is a NonFiniteError on a CPU. A GPU is not waited
     for: there such a row's log-probability is NaN, and the caller looks at it (:func:`require_finite`).
@@ -141,6 +141,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
     if logits.device.type == "cuda":
         from precgraph.lowering.triton.logprobs import block_sums
 
+        logits = logits.float()
         sums = block_sums(logits, rows.temperature)  # one read, for the draws and for the log-probabilities
     else:
         require_finite((logits / rows.temperature[:, None]).amax(-1))

@@ -61,6 +61,14 @@ def test_ranks(width: int) -> None:
     assert torch.equal(ranks(logits, ids), (logits >= logits.gather(1, ids[:, None])).sum(1))
 
 
+def test_bf16_logits_are_read_as_fp32() -> None:
+    logits, temperature, quantiles = batch(9001)
+    params = [SamplingParams(temperature=t) for t in temperature.tolist()]
+    half = logits.bfloat16()
+    one, other = sample(half, params, quantiles.tolist()), sample(half.float(), params, quantiles.tolist())
+    assert torch.equal(one.ids, other.ids) and torch.equal(one.logprobs, other.logprobs)
+
+
 def test_shares_of_draws_are_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
     draws = 10_000

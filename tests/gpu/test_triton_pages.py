@@ -20,7 +20,8 @@ def test_pages(rows: int, heads: int, width: int, page: int) -> None:
     projected = torch.randn(rows + 3, 2 * heads * width + 64, device="cuda").bfloat16()  # keys, values, another part
     keys, values = (projected[:, i * heads * width :][:, : heads * width].unflatten(1, (heads, width)) for i in (0, 1))
     slots = torch.randperm(pages * page, device="cuda")[:rows]
-    slots[rows // 2] = -1
+    if rows > 1:
+        slots[rows // 2] = -1
     cache = torch.randn(pages, heads, page, 2 * width, device="cuda").bfloat16()  # as vLLM lays it out
     right = cache.clone()
     taken = slots >= 0
@@ -39,5 +40,9 @@ def test_foreign_layouts_are_refused() -> None:
         store_pages(keys, keys, pages.float(), pages.float(), slots)
     with pytest.raises(InputError, match="slots"):
         store_pages(keys[:3], keys[:3], pages, pages, slots)
+    with pytest.raises(InputError, match="strides"):
+        store_pages(keys, keys, *pages.transpose(2, 3).contiguous().transpose(2, 3).expand(2, -1, -1, -1, -1), slots)
+    with pytest.raises(InputError, match="int32"):
+        store_pages(keys, keys, pages, pages, slots.int())
     with pytest.raises(InputError, match="side by side"):
         store_pages(keys.transpose(0, 1).contiguous().transpose(0, 1), keys, pages, pages, slots)

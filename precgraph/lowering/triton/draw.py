@@ -82,11 +82,13 @@ def _draw_kernel(
     target = tl.load(quantiles + row) * tl.max(running, 0)
     block = _pick(lanes, running, weights, target, WIDTH)
     rest = target - tl.sum(tl.where(lanes == block - 1, running, 0.0), 0)
-    factor = tl.sum(tl.where(lanes == block, factors, 0.0), 0)
+    share = tl.sum(tl.where(lanes == block, weights, 0.0), 0)
     top = tl.sum(tl.where(lanes == block, finite(tops), 0.0), 0)
     places = tl.arange(0, BLOCK)
     cols = block * BLOCK + places
     z = tl.load(logits + row * stride + cols, mask=cols < V, other=float("-inf"))
     inside = exp(tempered(z, divisor, row) - top).to(tl.float64)
-    place = _pick(places, tl.cumsum(inside, 0) * factor, inside, rest, BLOCK)
+    sums = tl.cumsum(inside, 0)
+    # The block's share is an fp32 sum of the same numbers: what rounding took or gave is spread over all of them.
+    place = _pick(places, sums * (share / tl.max(sums, 0)), inside, rest, BLOCK)
     tl.store(ids + row, tl.minimum(block * BLOCK + place, V - 1).to(tl.int64))

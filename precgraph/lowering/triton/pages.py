@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -26,8 +27,12 @@ def store_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
             f"keys are {keys.dtype} {list(keys.shape)}, values {values.dtype} {list(values.shape)}, their pages "
             f"{key_pages.dtype} {list(key_pages.shape)} and {value_pages.dtype}, slots {list(slots.shape)}"
         )
-    if any(t.stride()[1:] != (D, 1) for t in (keys, values)) or key_pages.stride() != value_pages.stride():
-        raise InputError("heads of a row are not side by side, or the caches of keys and values differ in strides")
+    if any(t.stride()[1:] != (D, 1) for t in (keys, values)):
+        raise InputError(f"heads of a row are not side by side: strides {keys.stride()} and {values.stride()}")
+    if key_pages.stride() != value_pages.stride() or key_pages.stride(3) != 1:
+        raise InputError(f"pages have the strides {key_pages.stride()} and {value_pages.stride()}")
+    if slots.dtype != torch.int64 or not slots.is_contiguous():
+        raise InputError(f"slots are {slots.dtype} of strides {slots.stride()}, not int64 side by side")
     _pages_kernel[(len(slots),)](
         keys,
         values,

@@ -85,6 +85,8 @@ class OneSplitMetadata(FlashAttentionMetadata):  # type: ignore[misc]
 class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
     """One split, and a bound on the longest query under which FA3 keeps the trainer's tile of keys."""
 
+    supports_update_block_table = False  # it would give the paged part the table of the whole step
+
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.max_num_splits = 1
@@ -95,7 +97,8 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         paged, fresh = without_fresh(common_attn_metadata)
-        metadata = super().build(0, paged, fast_build)
+        nothing_paged = fresh is not None and not fresh.start
+        metadata = super().build(0, paged, fast_build or nothing_paged)  # fast: without a schedule
         if metadata.max_num_splits != 1:  # vLLM bounds the splits of captured sizes only, those of its schedule too
             metadata.max_num_splits, metadata.scheduler_metadata = 1, None
         metadata.max_query_len = max(metadata.max_query_len, self.query_bound)
@@ -140,7 +143,9 @@ class OneSplitImpl(FlashAttentionImpl):  # type: ignore[misc]
             own = slice(fresh.start, fresh.stop)
             bounds = (fresh.bounds, fresh.bounds, fresh.longest, fresh.longest)
             call = Varlen(*bounds, key[own], value[own])
-            spec = AttentionSpec(self.scale, 0, 0.0, 0, self.num_heads, self.num_kv_heads, self.head_size)
+            spec = AttentionSpec(
+                self.scale, 0, self.logits_soft_cap, 0, self.num_heads, self.num_kv_heads, self.head_size
+            )
             flash_attention.forward(query[own], call, spec, out=output[own])
         return output
 

@@ -175,6 +175,11 @@ class Program:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
+    @cached_property
+    def digest(self) -> str:
+        """The graph's, computed once: a lowered graph does not change."""
+        return self.graph.digest()
+
     def kernels(self) -> dict[str, Kernel]:
         """The kernel of every node, by node name."""
         return {n.name: n.meta["kernel"] for n in self.graph if "kernel" in n.meta}

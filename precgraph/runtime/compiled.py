@@ -47,7 +47,7 @@ class Compiled:
     def __repr__(self) -> str:
         """One line: the fields hold every weight."""
         return (
-            f"Compiled({self.mode!r}, recipe {self.recipe.name!r}, digest {self.graph.digest()[:16]}, "
+            f"Compiled({self.mode!r}, recipe {self.recipe.name!r}, digest {self.digest[:16]}, "
             f"weights version {self.store.version})"
         )
 
@@ -60,6 +60,11 @@ class Compiled:
     def graph(self) -> PrecisionGraph:
         """The lowered graph that runs."""
         return self.runner.program.graph
+
+    @property
+    def digest(self) -> str:
+        """The digest of :attr:`graph`."""
+        return self.runner.program.digest
 
     def kernels(self) -> dict[str, Kernel]:
         """The kernel that runs each node, by node name."""

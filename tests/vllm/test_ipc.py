@@ -148,7 +148,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return [len(names), *[None] * 14]
 
     monkeypatch.setattr(ipc, "_handle", handle)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return names
 
 
@@ -175,6 +175,21 @@ def test_a_storage_at_the_address_of_a_dead_one_is_another(made: list[str]) -> N
         handles.of({"x": x})
         assert len(made) == count
         del x
+
+
+def test_release_takes_back_every_count_that_the_receiver_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, released = iter(range(9)), []
+    monkeypatch.setattr(ipc, "_handle", lambda name, tensor: [*[None] * 11, "file", next(counts), None, None])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter", lambda file, count: released.append(count))
+    handles = Handles()
+    handles.of({"x": torch.zeros(1), "y": torch.zeros(1)})
+    handles.taken()
+    handles.of({"x": torch.zeros(1)})
+    handles.taken()  # the receiver has dropped the first two itself
+    handles.of({"x": torch.zeros(1)})
+    handles.release()  # it died before it opened the last: it still holds the one before
+    assert sorted(released) == [2, 3]
 
 
 def test_what_is_mapped_stays_until_it_is_no_longer_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,8 @@ class Handles:
 
     def __init__(self) -> None:
         self._made: dict[str, tuple[Any, list[Any]]] = {}
-        self.release = weakref.finalize(self, _release, self._made)
+        self._replaced: list[list[Any]] = []  # handles that the receiver still holds, until it has taken others
+        self.release = weakref.finalize(self, _release, self._made, self._replaced)
 
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
         """A handle for each tensor, as JSON values. The tensors must live until the receiver has finished.
@@ -42,12 +43,17 @@ class Handles:
         """
         places = {name: _place(tensor) for name, tensor in tensors.items()}
         for name in [n for n, (place, _) in self._made.items() if place != places.get(n)]:
-            del self._made[name]
+            self._replaced.append(self._made.pop(name)[1])
         for name, tensor in tensors.items():
             if name not in self._made:
                 self._made[name] = places[name], _handle(name, tensor)
-        torch.cuda.synchronize()  # the receiver reads at once
+        for device in {tensor.device for tensor in tensors.values()}:  # the receiver reads at once
+            torch.cuda.synchronize(device)
         return {name: handle for name, (_, handle) in self._made.items()}
+
+    def taken(self) -> None:
+        """The receiver has opened the handles that :meth:`of` gave last, and dropped all others."""
+        self._replaced.clear()
 
 
 class Opened:
@@ -74,8 +80,8 @@ def _place(tensor: Tensor) -> Any:
     return StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _release(made: Mapping[str, tuple[Any, list[Any]]]) -> None:
-    for _, handle in made.values():
+def _release(made: Mapping[str, tuple[Any, list[Any]]], replaced: list[list[Any]]) -> None:
+    for handle in (*(handle for _, handle in made.values()), *replaced):
         counter, offset = (_restored(a) for a in handle[_COUNTER])
         if counter is not None:  # an empty tensor's
             torch.UntypedStorage._release_ipc_counter(counter, offset)
@@ -84,7 +90,10 @@ def _release(made: Mapping[str, tuple[Any, list[Any]]]) -> None:
 def _handle(name: str, tensor: Tensor) -> list[Any]:
     if tensor.device.type != "cuda":
         raise InputError(f"the tensor is on {tensor.device}, CUDA IPC needs it on a GPU", path=name, remedy=_OTHER)
-    rebuild, arguments = reduce_tensor(tensor.detach())
+    try:
+        rebuild, arguments = reduce_tensor(tensor.detach())
+    except RuntimeError as error:
+        raise SyncError(f"torch cannot share the tensor: {error}", path=name, remedy=_OTHER) from error
     if rebuild is not rebuild_cuda_tensor:
         raise SyncError(f"torch shares the tensor by {rebuild.__name__}, not by CUDA IPC", path=name, remedy=_OTHER)
     return [_plain(a) for a in arguments]

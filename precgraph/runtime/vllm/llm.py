@@ -30,7 +30,7 @@ from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, SEED, register
 from precgraph.runtime.vllm.ipc import Handles
 from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state, rare_full_collections
 from precgraph.runtime.vllm.replies import value_of
-from precgraph.runtime.vllm.sync import Manifest, compiled_of, digest_of, policy, read_file, save_weights
+from precgraph.runtime.vllm.sync import Manifest, compiled_of, policy, read_file, save_weights
 from precgraph.runtime.vllm.versions import require_version
 
 
@@ -51,7 +51,7 @@ class LLM:
     ``recipe`` defaults to the actor's, or :meth:`Recipe.jet_rl`. With ``actor``, a model compiled for training or
     rollout, the engine runs in this process on the actor's own weight store: ``actor.sync()`` is all that an update
     takes. Without one it may run in processes of its own, and :meth:`sync` sends weights to it. ``digest``, from
-    ``compiled.graph.digest()`` or ``precgraph digest``, is what the engine must run; an actor brings its own.
+    ``model.precgraph.digest`` or ``precgraph digest``, is what the engine must run; an actor brings its own.
     ``engine_args`` are those of ``vllm.LLM``; ``engine`` is that object.
 
     Raises UnsupportedModelError (vLLM's version, the model, parallelism that would change sums), RecipeError,
@@ -71,7 +71,7 @@ class LLM:
         register()
         self._actor = None if actor is None else compiled_of(actor)
         self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
-        self._digest = self._actor.graph.digest() if self._actor else digest
+        self._digest = self._actor.digest if self._actor else digest
         self._broken: str | None = None
         self._handles = Handles()
         _refuse(engine_args)
@@ -201,17 +201,19 @@ class LLM:
 
     def _send(self, model: Any, route: str | None) -> int:
         compiled = compiled_of(model)
-        self._require_digest([self.digest], digest_of(compiled))
+        self._require_digest([self.digest], compiled.digest)
         route = route or ("ipc" if compiled.store.device.type == "cuda" else "file")
         if route == "file":
             with tempfile.TemporaryDirectory(prefix="precgraph-") as folder:
                 path = Path(folder) / "weights.safetensors"
-                return self._install(save_weights(model, path), [("precgraph_update_file", str(path))])
+                return self._install(save_weights(model, path), "precgraph_update_file", [str(path)])
         if route != "ipc":
             raise InputError(f"route must be 'ipc' or 'file', not {route!r}")
         manifest, tensors = policy(model)
-        # Handles are made when the engine has agreed to take them.
-        return self._install(manifest, ((m, self._handles.of(tensors)) for m in ("precgraph_update_ipc",)))
+        handles = map(self._handles.of, [tensors])  # made when the engine has agreed to take them
+        version = self._install(manifest, "precgraph_update_ipc", handles)
+        self._handles.taken()
+        return version
 
     def _send_files(self, paths: list[Path]) -> int:
         found = [m for m in (read_file(p)[0] for p in paths) if m is not None]
@@ -220,13 +222,13 @@ class LLM:
                 "the files hold no manifest, or not one and the same", path=str(paths[0]),
                 remedy="write them with precgraph.vllm.save_weights",
             )  # fmt: skip
-        return self._install(found[0], [("precgraph_update_file", str(p)) for p in paths])
+        return self._install(found[0], "precgraph_update_file", map(str, paths))
 
-    def _install(self, manifest: Manifest, parts: Iterable[tuple[str, Any]]) -> int:
+    def _install(self, manifest: Manifest, method: str, parts: Iterable[Any]) -> int:
         try:
             self._call("precgraph_begin", manifest.to_json())
-            for method, argument in parts:
-                self._call(method, argument)
+            for part in parts:
+                self._call(method, part)
             checksums = self._call("precgraph_finish")
         except PrecGraphError:
             if self._broken is None:

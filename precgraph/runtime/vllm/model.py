@@ -106,7 +106,7 @@ class PrecGraphForCausalLM(nn.Module):
     @property
     def digest(self) -> str:
         """The digest of the program that runs."""
-        return self.compiled.graph.digest()
+        return self.compiled.digest
 
     def share(self, trainer: Compiled) -> None:
         """Run on the store of a trainer in this process; its program's weights are this one's."""

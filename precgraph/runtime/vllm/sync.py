@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +22,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from precgraph.errors import DigestError, InputError, SyncError
-from precgraph.graph import PrecisionGraph
 from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.vllm.weights import wire
 
@@ -31,7 +29,6 @@ PROTOCOL = 2
 HEADER = "precgraph"  # the key of a file's metadata that holds its manifest
 _BLOCK = 1 << 21  # 64-bit words that a fingerprint takes at a time: part of its formula
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 over the golden ratio, odd, as a signed word
-_DIGESTS: WeakKeyDictionary[PrecisionGraph, str] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +107,13 @@ def entries(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
 
 def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """The fingerprint of each tensor, with one wait a device."""
-    by_device: dict[torch.device, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        by_device.setdefault(tensor.device, {})[name] = _words(tensor)
     found: dict[str, int] = {}
-    for device, words in by_device.items():
-        found |= zip(words, _weighted_sums(list(words.values()), device).tolist(), strict=True)
+    for device in {t.device for t in tensors.values()}:
+        own = {name: t for name, t in tensors.items() if t.device == device}
+        whole = [name for name, t in own.items() if _is_words(t)]
+        groups = [whole, *([name] for name in own if name not in set(whole))]  # copies are made one at a time
+        sums = [_weighted_sums([_words(own[name]) for name in group], device) for group in groups if group]
+        found |= zip((name for group in groups for name in group), torch.cat(sums).tolist(), strict=True)
     return {name: value % (1 << 64) for name, value in found.items()}
 
 
@@ -136,11 +134,16 @@ def fingerprint(x: Tensor) -> int:
     return _fingerprints({"": x})[""]
 
 
-def _words(x: Tensor) -> Tensor:
-    """The bytes as int64 ``[N]``: the tensor's own memory, but for strides, and sizes and places that divide no word.
+def _is_words(x: Tensor) -> bool:
+    """Whether the tensor's own memory is words of 64 bits: no strides, and neither size nor place within a word.
 
-    Those are copied; of a policy's tensors they are norms and biases of odd widths, and weights with padded columns.
+    Of a policy's tensors, norms and biases of odd widths and weights with padded columns are not.
     """
+    return x.is_contiguous() and not (x.nbytes % 8 or x.storage_offset() * x.itemsize % 8)
+
+
+def _words(x: Tensor) -> Tensor:
+    """The bytes as int64 ``[N]``: the tensor's own memory if :func:`_is_words`, else a copy of it."""
     raw = x.detach().contiguous().flatten().view(torch.uint8)
     if raw.numel() % 8:
         raw = torch.nn.functional.pad(raw, (0, -raw.numel() % 8))
@@ -187,15 +190,7 @@ def policy(model: Any) -> tuple[Manifest, dict[str, Tensor]]:
     compiled = compiled_of(model)
     compiled.store.require_fresh()
     tensors = wire(compiled.store, compiled.runner.program)
-    return describe(tensors, compiled.store.version, digest_of(compiled)), tensors
-
-
-def digest_of(compiled: Compiled) -> str:
-    """The digest of the program that runs, computed once: what a program was built from does not change."""
-    graph = compiled.graph
-    if graph not in _DIGESTS:
-        _DIGESTS[graph] = graph.digest()
-    return _DIGESTS[graph]
+    return describe(tensors, compiled.store.version, compiled.digest), tensors
 
 
 def compiled_of(model: Any) -> Compiled:

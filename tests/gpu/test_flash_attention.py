@@ -136,6 +136,19 @@ def test_pages_give_the_bits_of_whole_keys(shape: tuple[int, int, int], page: in
         assert torch.equal(out, whole[rows]), size
 
 
+def test_into_a_part_of_a_buffer() -> None:
+    """As a rollout's prompts are: rows of a step's output, values a slice of a projection."""
+    spec = spec_of((128, 8, 2))
+    q, k, v = operands(spec)
+    sliced = torch.cat((v, k), -1)[..., : spec.head_dim]
+    call = PackedContext(cumulative(LENGTHS)).varlen(0, k, sliced)
+    right, lse = flash_attention.forward(q[0], call, spec)
+    buffer = torch.full((5 + len(right) + 3, *right.shape[1:]), 7.0, device="cuda").bfloat16()
+    _, same = flash_attention.forward(q[0], call, spec, out=buffer[5:-3])
+    assert torch.equal(buffer[5:-3], right) and torch.equal(same, lse)
+    assert bool((buffer[:5] == 7).all() and (buffer[-3:] == 7).all())
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_values(shape: tuple[int, int, int]) -> None:
     """out within 1 % and gradients within 2 % of float64 in norm (P and dS are rounded to bf16); the same twice."""

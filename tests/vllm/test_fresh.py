@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 pytestmark = pytest.mark.vllm
 
@@ -56,3 +59,37 @@ def test_prompts_that_have_nothing_cached(
     requests: list[tuple[int, int]], paged: list[tuple[int, int]], fresh: list[tuple[int, int]] | None
 ) -> None:
     assert split(requests) == (paged, fresh)
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_each_row_is_written_by_its_own_call(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paged rows, two fresh sequences, and rows of padding, which nobody writes."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+    from precgraph.lowering import flash_attention
+    from precgraph.runtime.vllm.attention_gpu import Fresh, OneSplitImpl
+
+    rows = start + 6
+    query, key, value = (torch.randn(rows + 2, heads, 8) for heads in (4, 2, 2))
+    output = torch.full((rows + 2, 4, 8), -1.0)
+
+    def paged(self: Any, layer: Any, q: Tensor, k: Tensor, v: Tensor, cache: Any, metadata: Any, out: Tensor) -> Tensor:
+        assert start, "there is nothing over pages"
+        out[: metadata.num_actual_tokens] = 0
+        return out
+
+    def whole(q: Tensor, call: Any, spec: Any, out: Tensor) -> None:
+        assert torch.equal(call.keys, key[start:rows]) and torch.equal(call.values, value[start:rows])
+        assert torch.equal(q, query[start:rows]) and call.query_bounds is call.key_bounds
+        assert (spec.scale, spec.window, spec.softcap, spec.heads, spec.kv_heads) == (0.5, 0, 0, 4, 2)
+        for i, (a, b) in enumerate(pairwise(call.query_bounds.tolist())):
+            out[a:b] = 1 + i
+
+    monkeypatch.setattr(FlashAttentionImpl, "forward", paged)
+    monkeypatch.setattr(flash_attention, "forward", whole)
+    impl = OneSplitImpl.__new__(OneSplitImpl)
+    impl.scale, impl.logits_soft_cap, impl.num_heads, impl.num_kv_heads, impl.head_size = 0.5, 0, 4, 2, 8
+    fresh = Fresh(start, rows, torch.tensor([0, 2, 6], dtype=torch.int32), 4)
+    metadata = SimpleNamespace(fresh=fresh, num_actual_tokens=start)
+    assert impl.forward(None, query, key, value, None, metadata, output) is output
+    assert output[:, 0, 0].tolist() == [0.0] * start + [1.0] * 2 + [2.0] * 4 + [-1.0] * 2

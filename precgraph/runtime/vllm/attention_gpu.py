@@ -1,9 +1,9 @@
 """Attention on the GPU: vLLM's FlashAttention-3 over its paged cache, one split and one tile of keys at every step.
 
 The program's own kernel is FlashAttention-3 too (:mod:`precgraph.lowering.flash_attention`), in one environment the
-same binary: here vLLM calls it, so that its cache, its slots and its CUDA graphs are its own affair. The trainer's
-bits hang on numbers that vLLM chooses step by step; the builder fixes them for all steps, captured or not (the
-engine's setting ``flash_attn_max_num_splits_for_cuda_graph`` holds for captured ones only):
+same binary: over pages vLLM calls it, so that its slots and its CUDA graphs are its own affair. The trainer's bits hang
+on numbers that vLLM chooses step by step; the builder fixes them for all steps, captured or not (the engine's setting
+``flash_attn_max_num_splits_for_cuda_graph`` holds for captured ones only):
 
 - ``max_num_splits = 1``: with several splits the order of a sum over keys depends on the batch.
 - ``max_query_len``: FA3 picks its tile of keys from it, for some head widths.
@@ -173,10 +173,11 @@ class OneSplitBackend(FlashAttentionBackend):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class FlashContext(OwnAttention):
-    """The attention context of a step on the GPU: vLLM's own layers write the cache and attend, in one call.
+    """The attention context of a step on the GPU: vLLM's own layers, with the implementation above, write the cache and
+    attend, in one call.
 
-    A call may have more rows than the step has tokens: vLLM writes and attends for its tokens only, and what the
-    other rows get is undefined.
+    A call may have more rows than the step has tokens: they write and attend for its tokens only, and what the other
+    rows get is undefined.
     """
 
     layers: Mapping[int, Any]

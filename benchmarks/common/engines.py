@@ -19,6 +19,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
+from benchmarks.common.options import need_gpu, writable
 from benchmarks.common.results import FILE, Result, append
 
 ROOT = Path(__file__).parents[2]
@@ -38,13 +39,13 @@ def report(**values: Any) -> None:
     print(f"\n{_MARK}{json.dumps(values)}", flush=True)
 
 
-def add_options(parser: argparse.ArgumentParser, limit: float) -> None:
-    """The options that :func:`drive` reads."""
+def add_options(parser: argparse.ArgumentParser, limit: float, names: Sequence[str]) -> None:
+    """The options that :func:`drive` reads; ``names`` are those that it may be given."""
     parser.add_argument("--limit", type=float, default=limit, help="seconds that one part may take")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/precgraph-benchmarks/logs"))
-    parser.add_argument("--results", help="another file than benchmarks/results.csv")
+    parser.add_argument("--results", type=writable, default=FILE, help="another file than benchmarks/results.csv")
     parser.add_argument("--commit", help="the commit, where the tree has no history")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
 
 
 def drive(
@@ -52,12 +53,17 @@ def drive(
     names: Sequence[str],
     options: argparse.Namespace,
     rows: Callable[[str, dict[str, Any]], Sequence[Result]],
-) -> None:
-    """Run ``benchmarks.gpu.<benchmark> --part NAME`` for each name; print what it reports, and keep its ``rows``."""
+) -> list[str]:
+    """Run ``benchmarks.gpu.<benchmark> --part NAME`` for each name; print what it reports, and keep its ``rows``.
+
+    Returns the names of those that did not end well.
+    """
+    need_gpu()
     if options.commit:
         os.environ["BENCHMARK_COMMIT"] = options.commit
     options.logs.mkdir(parents=True, exist_ok=True)
     given = [a for a in sys.argv[1:] if a != "--"]
+    failed = []
     for name in names:
         begun = time.monotonic()
         print(f"== {name}", flush=True)
@@ -67,11 +73,13 @@ def drive(
         ):  # fmt: skip
             if "problem" in found:
                 print(f"   PROBLEM: {found['problem']}", flush=True)
+                failed.append(name)
                 continue
             line = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()]
             print("   " + "  ".join(line), flush=True)
-            append(benchmark, rows(name, found), Path(options.results) if options.results else FILE)
+            append(benchmark, rows(name, found), options.results)
         print(f"   {time.monotonic() - begun:.0f} s in all", flush=True)
+    return failed
 
 
 def parts(module: str, arguments: Sequence[str], *, name: str, logs: Path, limit: float) -> Iterator[dict[str, Any]]:

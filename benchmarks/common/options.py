@@ -23,7 +23,7 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def shape(text: str) -> str:
+def rows_by_length(text: str) -> str:
     """A batch such as ``4x2048``, as an argparse type."""
     if not re.fullmatch(r"[1-9][0-9]*x[1-9][0-9]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} has not the form ROWSxLENGTH, such as 4x2048")

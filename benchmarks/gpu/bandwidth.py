@@ -1,7 +1,7 @@
 """How close is each Triton kernel to the card's copy bandwidth?
 
 Every input and output byte counts once. Launches are replayed from a CUDA graph over several sets of inputs, so that
-neither the host nor the L2 cache is measured. ``python benchmarks/gpu/bandwidth.py [NAME ...]``: a line a kernel.
+neither the host nor the L2 cache is measured. ``python -m benchmarks.gpu.bandwidth [NAME ...]``: a line a kernel.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.common.options import need_gpu
 from benchmarks.common.results import Result, append
 from precgraph.format import Format
-from precgraph.lowering.triton import gated, logprobs, norm, quantize, rope
 
 ROWS, TOKENS, BLOCKS = (Format("float8_e4m3fn", g) for g in ("1x128", "128x1", "128x128"))
 TARGET = 0.85  # of copy bandwidth
@@ -76,6 +76,8 @@ ONE, BOTH = 1 + SCALE, 2 + 2 * SCALE  # bytes an element in one layout and in bo
 
 
 def quantisers(T: int, K: int) -> Iterator[Case]:
+    from precgraph.lowering.triton import quantize
+
     n, shape = T * K, f"{T}x{K}"
     quant = {"rows": (quantize.quantize_rows, (ROWS,), ONE), "tokens": (quantize.quantize_tokens, (TOKENS,), ONE)}
     quant["rows+tokens"] = (quantize.quantize_both, (ROWS, TOKENS), BOTH)
@@ -94,6 +96,7 @@ def quantisers(T: int, K: int) -> Iterator[Case]:
 
 def gradients(T: int, widths: tuple[int, ...]) -> Iterator[Case]:
     """Those of q, k and v, of which v's is a slice: what a step quantises at once."""
+    from precgraph.lowering.triton import quantize
 
     def make() -> Callable[[], object]:
         parts = [*(randn(T, width) for width in widths[:-1]), randn(T, 2 * widths[-1])[:, : widths[-1]]]
@@ -103,6 +106,8 @@ def gradients(T: int, widths: tuple[int, ...]) -> Iterator[Case]:
 
 
 def units(T: int, K: int, activation: str) -> Iterator[Case]:
+    from precgraph.lowering.triton import gated
+
     n, shape = T * K, f"{T}x{K}"
 
     def operands() -> tuple[Tensor, ...]:
@@ -122,6 +127,8 @@ def units(T: int, K: int, activation: str) -> Iterator[Case]:
 
 
 def norms(T: int, K: int) -> Iterator[Case]:
+    from precgraph.lowering.triton import norm
+
     n, shape, eps = T * K, f"{T}x{K}", 1e-6
 
     def fused(**formats: Format) -> Callable[[], Callable[[], object]]:
@@ -135,6 +142,8 @@ def norms(T: int, K: int) -> Iterator[Case]:
 
 
 def heads(T: int, H: int, D: int) -> Iterator[Case]:
+    from precgraph.lowering.triton import rope
+
     n, tables, shape = T * H * D, T * D * 4, f"{T}x{H}x{D}"
     cos, sin, gain = randn(1, T, D), randn(1, T, D), randn(D)
 
@@ -149,6 +158,8 @@ def heads(T: int, H: int, D: int) -> Iterator[Case]:
 
 
 def logits(N: int, V: int) -> Iterator[Case]:
+    from precgraph.lowering.triton import logprobs
+
     n, shape = N * V, f"{N}x{V}"
     ids, grad = torch.randint(V, (N,), device="cuda"), torch.randn(N, device="cuda")
     temperature = torch.full((N,), 0.7, device="cuda")
@@ -177,6 +188,7 @@ def cases() -> Iterator[Case]:
 
 
 def main(names: list[str]) -> None:
+    need_gpu()
     copy = copy_bandwidth()
     results = [Result("1 GiB", "copy", copy / 1e6, "TB/s")]
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: copy {copy / 1e6:.2f} TB/s")

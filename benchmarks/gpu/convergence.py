@@ -1,6 +1,6 @@
 """Supervised runs of a 100M-class model in FP8 and in BF16: the same data, seeds and optimiser; losses and gradients.
 
-``python benchmarks/gpu/convergence.py [--steps 500] [--seeds 3]``. The text is Python's own library, as bytes. BF16 is
+``python -m benchmarks.gpu.convergence [--steps 500] [--seeds 3]``. The text is Python's own library, as bytes. BF16 is
 Hugging Face's model with SDPA. A seed draws the first weights and the order of the data. Gradients are compared at the
 weights that the BF16 run ends with, on one batch: the relative error of FP8's against BF16's, and as a yardstick that
 of BF16's own, both against gradients in fp32.
@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import precgraph
+from benchmarks.common.options import need_gpu, positive
 from benchmarks.common.results import Result, append
 
 CONFIG = LlamaConfig(
@@ -94,9 +95,10 @@ def errors(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=positive, default=500)
+    parser.add_argument("--seeds", type=positive, default=3)
     options = parser.parse_args()
+    need_gpu()
     data, final = text(), defaultdict(list)
     bf16 = new_model()  # stays as seed 0 leaves it: the gradients are compared there
     shape = (

@@ -1,6 +1,6 @@
 """Attention of decoding steps over vLLM's paged cache: its time by the size of a page and by the bound on queries.
 
-``python benchmarks/gpu/decode_attention.py [--context 640] [--batch 64 256 512]``. Heads are Qwen3-8B's: 32, on 8 of
+``python -m benchmarks.gpu.decode_attention [--context 640] [--batch 64 256 512]``. Heads are Qwen3-8B's: 32, on 8 of
 keys, of width 128; one query a sequence, one split. Keys and values count once, and the share is of the card's copy
 bandwidth. ``equal`` says whether the bits are those of pages of 16 tokens under the bound that the engine sets.
 """
@@ -13,8 +13,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+from benchmarks.common.options import need_gpu, positive
 from benchmarks.common.results import Result, append
 from benchmarks.gpu.bandwidth import copy_bandwidth, microseconds
 from precgraph.lowering.flash_attention import QUERY_BOUND
@@ -30,6 +30,8 @@ def random(*shape: int, seed: int) -> Tensor:
 
 def attention(batch: int, context: int, page: int, bound: int) -> Callable[[], Tensor]:
     """A call of one step; the same queries, keys and values for any page and bound."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
     pages, longest = -(-context // page), -(-context // PAGES[-1]) * PAGES[-1]
     table = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).cuda()
     q = random(batch, HEADS, WIDTH, seed=0)
@@ -54,9 +56,10 @@ def attention(batch: int, context: int, page: int, bound: int) -> Callable[[], T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--context", type=int, default=640)
-    parser.add_argument("--batch", type=int, nargs="+", default=[64, 256, 512])
+    parser.add_argument("--context", type=positive, default=640)
+    parser.add_argument("--batch", type=positive, nargs="+", default=[64, 256, 512])
     options = parser.parse_args()
+    need_gpu()
     copy, results = copy_bandwidth(), []
     for batch in options.batch:
         right = attention(batch, options.context, PAGES[0], QUERY_BOUND)()

@@ -1,6 +1,6 @@
 """FP8 GEMMs of Qwen3-8B's layers on one card: what the program calls against the libraries, operands at hand.
 
-``python benchmarks/gpu/gemm.py``. FProp against a bare DeepGEMM call (what the path around it costs), WGrad by
+``python -m benchmarks.gpu.gemm``. FProp against a bare DeepGEMM call (what the path around it costs), WGrad by
 cuBLASLt against DeepGEMM's 1D1D kernel with its zero fill and cast, and bf16; errors against float64 on Gaussian data.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.common.options import need_gpu
 from benchmarks.common.results import Result, append
 from precgraph.format import Format
 from precgraph.lowering import cublas, deep_gemm
 from precgraph.lowering.packs import Fp8Weight
-from precgraph.lowering.triton.quantize import new_weight, quantize_rows, quantize_tokens, quantize_weight
 from precgraph.quantizer import QTensor
 
 ROWS, TOKENS, BLOCKS = (Format("float8_e4m3fn", g) for g in ("1x128", "128x1", "128x128"))
@@ -43,6 +43,8 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def fprop(N: int, K: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    from precgraph.lowering.triton.quantize import quantize_rows
+
     weight, x = Fp8Weight.create(randn(N, K), BLOCKS), quantize_rows(randn(1, T, K), ROWS)
     out = torch.empty(T, N, dtype=torch.bfloat16, device="cuda")
     operands = (x.codes, x.scales), (weight.codes, weight.scales)
@@ -59,6 +61,8 @@ def fprop(N: int, K: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 
 def wgrads(dy: Tensor, x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    from precgraph.lowering.triton.quantize import quantize_tokens
+
     left, right, square = quantize_tokens(dy[None], TOKENS), quantize_tokens(x[None], TOKENS), blocks(x)
     yield "WGrad, program: cuBLASLt", lambda: cublas.fp8_wgrad(left, right)
     yield "WGrad, fp32: cuBLASLt", lambda: cublas.fp8_wgrad(left, right, torch.float32)
@@ -69,12 +73,15 @@ def wgrads(dy: Tensor, x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
 
 def blocks(x: Tensor) -> QTensor:
     """``x [T, K]`` in 128x128 blocks, stored transposed."""
+    from precgraph.lowering.triton.quantize import new_weight, quantize_weight
+
     codes, scales, codes_t, scales_t = new_weight(x.shape, BLOCKS, x.device)
     quantize_weight(x, BLOCKS, codes, scales, codes_t, scales_t)
     return QTensor(codes_t.t(), scales_t.t(), x[None].shape, BLOCKS)
 
 
 def main() -> None:
+    need_gpu()
     torch.manual_seed(0)
     results = []
     for name, (N, K) in SHAPES.items():

@@ -1,6 +1,6 @@
 """Qwen3-8B layers on one card: precgraph's FP8 training program against BF16, side by side.
 
-``python benchmarks/gpu/layers.py [--layers 12] [--batch 4x2048 1x8192] [--peers eager compiled ...] [--profile]``
+``python -m benchmarks.gpu.layers [--layers 12] [--batch 4x2048 1x8192] [--peers eager compiled ...] [--profile]``
 times the forward (as a reference model runs it) and forward + backward of the layers, without lm_head, and prints saved
 activations. BF16 peers are Hugging Face's model with SDPA's default choice and with cuDNN attention; ``precgraph BF16``
 is this project's program with no linear quantised. One variant checkpoints the first layer of each twelve.
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import precgraph
+from benchmarks.common.options import need_gpu, positive, rows_by_length
 from benchmarks.common.results import Result, append
 from benchmarks.common.spans import tell
 from precgraph.format import Format
@@ -155,11 +156,12 @@ def on_card(event: Any) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--batch", nargs="*", default=["4x2048", "1x8192"])
+    parser.add_argument("--layers", type=positive, default=12)
+    parser.add_argument("--batch", nargs="+", type=rows_by_length, metavar="ROWSxLENGTH", default=["4x2048", "1x8192"])
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEERS)
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    need_gpu()
     tables: dict[str, dict[str, Times]] = {batch: {} for batch in options.batch}
     for kind in ("ours", *sorted(options.peers, key=PEERS.index)):
         for batch, table in tables.items():

@@ -1,6 +1,6 @@
 """Refreshing the weight store of Qwen3-8B's shapes after an update of the masters: time, and what it holds.
 
-``python benchmarks/gpu/store.py [--layers 36]``. A refresh reads every bf16 master once and writes FP8 codes, scales
+``python -m benchmarks.gpu.store [--layers 36]``. A refresh reads every bf16 master once and writes FP8 codes, scales
 and the transposed copy for DGrad in place, then looks for NaN and infinity.
 """
 
@@ -14,6 +14,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import precgraph
+from benchmarks.common.options import need_gpu, positive
 from benchmarks.common.results import Result, append
 from precgraph.lowering.packs import Fp8Weight
 
@@ -22,8 +23,9 @@ REPEATS = 9
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=36)
+    parser.add_argument("--layers", type=positive, default=36)
     layers = parser.parse_args().layers
+    need_gpu()
     config = Qwen3Config(
         hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8, head_dim=128,
         vocab_size=151936, num_hidden_layers=layers, max_position_embeddings=40960, tie_word_embeddings=False,

@@ -1,6 +1,6 @@
 """One GRPO step at 135M on one card: where its time goes, and how much of it the GPU is busy.
 
-``python benchmarks/gpu/train_step.py [--model PATH] [--arm exact] [--set A.B=C]`` makes a few steps of the trainer and
+``python -m benchmarks.gpu.train_step [--model PATH] [--arm exact] [--set A.B=C]`` makes a few steps of the trainer and
 profiles the last. Without ``--model`` it is a random model of SmolLM2-135M's shapes and random prompts. Busy is the
 time during which a kernel runs, over the time of a step that was not profiled; the rest waits for the host. Rows go to
 ``benchmarks/results.csv``.
@@ -20,6 +20,7 @@ from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.common.options import need_gpu
 from benchmarks.common.results import Result, append
 from benchmarks.common.spans import ON_CARD, RECORDED, covered, of_trace
 from trainer.config import Config, load
@@ -100,6 +101,7 @@ def main() -> None:
     parser.add_argument("--arm", default="exact")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=C")
     options = parser.parse_args()
+    need_gpu()
     with tempfile.TemporaryDirectory() as folder:
         settings = [
             f"run.dir={folder}", f"precision.arm={options.arm}", f"model.path={options.model}", "run.eval_every=0",

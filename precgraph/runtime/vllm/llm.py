@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
@@ -15,13 +16,7 @@ from typing import Any
 
 import torch
 
-from precgraph.errors import (
-    DigestError,
-    InputError,
-    PrecGraphError,
-    StaleWeightsError,
-    SyncError,
-)
+from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
 from precgraph.runtime.engine import Completion, prompt_ids
@@ -32,6 +27,8 @@ from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_s
 from precgraph.runtime.vllm.replies import value_of
 from precgraph.runtime.vllm.sync import Manifest, compiled_of, policy, read_file, save_weights
 from precgraph.runtime.vllm.versions import require_version
+
+_SHUT = "the engine was shut down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,7 @@ class LLM:
         register()
         self._actor = None if actor is None else compiled_of(actor)
         self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
-        self._digest = self._actor.digest if self._actor else digest
+        self._digest = self._actor.digest if self._actor else _whole(digest)
         self._broken: str | None = None
         self._handles = Handles()
         _refuse(engine_args)
@@ -162,8 +159,7 @@ class LLM:
                 )
 
     def _require_ready(self) -> None:
-        if self._broken is not None:
-            raise StaleWeightsError(self._broken, remedy="start a new engine")
+        self._require_alive()
         if self._actor is not None:
             self._actor.store.require_fresh()
             if self._actor.store.version != self._served:
@@ -184,6 +180,7 @@ class LLM:
         (same GPU, CUDA IPC; the default on GPUs) or ``"file"`` (a temporary file). An update that is incomplete,
         damaged, or another program's is refused with SyncError or DigestError, and the old weights go on serving.
         """
+        self._require_alive()
         if self._actor is not None:
             self._actor.store.require_fresh()
             if source is not None and compiled_of(source).store is not self._actor.store:
@@ -240,6 +237,7 @@ class LLM:
 
     def state(self) -> dict[str, Any]:
         """``digest``, ``version`` and ``checksum`` that every worker reports, computed from what it runs on."""
+        self._require_alive()
         states = self._call("precgraph_state")
         if any(s != states[0] for s in states):
             raise SyncError("the workers differ in their weights", remedy="sync again")
@@ -256,22 +254,38 @@ class LLM:
     # ---------------------------------------------------------------------------------- sleep
     def sleep(self, level: int = 1) -> None:
         """Free the cache, and at level 2 the weights too; needs ``enable_sleep_mode=True``. Then only :meth:`wake`."""
+        self._require_alive()
         if level > 1 and self._actor is not None:
             raise InputError("level 2 would discard the actor's weights", remedy="use sleep(level=1)")
         self.engine.sleep(level=level)
 
     def wake(self) -> None:
         """Take the memory again; after level 2 the engine serves nothing until a :meth:`sync`."""
+        self._require_alive()
         self.engine.wake_up()
         self._reset_prefix_cache()
 
     def shutdown(self) -> None:
-        """End the engine and its processes."""
-        self._broken = "the engine was shut down"
+        """End the engine and its processes. One in this process ends vLLM's groups, which all there share."""
+        if self._broken == _SHUT:
+            return
+        self._broken = _SHUT
         self.engine.llm_engine.engine_core.shutdown()
         self._handles.release()
 
     # -------------------------------------------------------------------------------- helpers
+    def _require_alive(self) -> None:
+        from vllm.distributed.parallel_state import model_parallel_is_initialized
+
+        if self._broken is not None:
+            raise StaleWeightsError(self._broken, remedy="start a new engine")
+        in_process = not hasattr(self.engine.llm_engine.engine_core, "ensure_alive")
+        if in_process and not model_parallel_is_initialized():
+            raise StaleWeightsError(
+                "another engine of this process was shut down, and vLLM's groups with it",
+                remedy="start a new engine, or keep one engine a process",
+            )
+
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of every worker; its typed errors are raised here."""
         core = self.engine.llm_engine.engine_core
@@ -293,6 +307,13 @@ class LLM:
                     f"the engine runs program {digest[:12]}, the trainer {wanted[:12]}",
                     remedy="use one recipe, one precgraph and one torch on both sides; precgraph digest prints it",
                 )
+
+
+def _whole(digest: str | None) -> str | None:
+    """What is no digest at all is refused before there is an engine, whose end would end others in this process."""
+    if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]+", digest)):
+        raise DigestError(f"{digest!r} is no program's digest", remedy="pass all of what precgraph digest prints")
+    return digest
 
 
 def _watched(call: Callable[[], Any], ensure_alive: Callable[[], None] | None) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import precgraph
+from precgraph.errors import InputError
 from tests.families import causal_lm, plain_module
 
 LAYERS, ROWS = 4, 70
@@ -103,6 +104,35 @@ def test_a_backward_belongs_to_the_flags_of_its_forward(actor: Any) -> None:
     loss = with_the_loss(actor)
     flag(actor, 1)
     assert_same(gradients(actor, loss), wanted)
+
+
+def test_flags_on_what_is_no_layer_checkpoint_no_layer_and_eval_changes_nothing(actor: Any) -> None:
+    actor.gradient_checkpointing_disable()
+    whole = kept(with_the_loss(actor))
+    inner = [actor, actor.model, actor.model.embed_tokens, actor.lm_head, actor.model.layers[0].mlp]
+    with pytest.MonkeyPatch.context() as patch:
+        for module in inner:
+            patch.setattr(module, "gradient_checkpointing", True, raising=False)
+        assert kept(with_the_loss(actor)) == whole | {"embed": 2 * INDEX}
+    actor.gradient_checkpointing_enable({"use_reentrant": True})
+    less = kept(with_the_loss(actor))
+    actor.eval()
+    assert kept(with_the_loss(actor)) == less != whole
+    actor.train().gradient_checkpointing_disable()
+
+
+@pytest.mark.parametrize("value", ["no", torch.tensor(True), 1, None])
+@pytest.mark.parametrize("path", ["model.layers.1", "model.layers.1.mlp", ""])
+def test_a_flag_that_is_no_bool_is_refused_by_name(actor: Any, path: str, value: Any) -> None:
+    module = actor.get_submodule(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "gradient_checkpointing", value, raising=False)
+        with pytest.raises(
+            InputError, match=f"^{path or type(actor).__name__}: .*{type(value).__name__}; set it to True"
+        ):
+            with_the_loss(actor)
+        with torch.no_grad():
+            with_the_loss(actor)  # where no flag is read
 
 
 def test_layers_of_a_class_without_the_flag_follow_any(monkeypatch: pytest.MonkeyPatch) -> None:

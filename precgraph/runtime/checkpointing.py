@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from precgraph.errors import InputError
 from precgraph.lowering.program import Program
 from precgraph.trace import LAYER
 
@@ -17,12 +18,23 @@ def checkpointed(model: Any, program: Program) -> frozenset[str]:
     gradients.
 
     A layer follows its own flag. Where there is none to ask (a layer of a class without the flag, the embedding, a
-    program in one piece), any module's flag counts.
+    program in one piece), any module's flag counts. A flag that is no bool is an :class:`InputError`.
     """
     if not torch.is_grad_enabled():
         return frozenset()
-    flags = {p: bool(getattr(m, _FLAG)) for p, m in model.named_modules(remove_duplicate=False) if hasattr(m, _FLAG)}
+    flags = {p: _flag(p, m) for p, m in model.named_modules(remove_duplicate=False) if hasattr(m, _FLAG)}
     some = any(flags.values())
     names = (segment.name for segment in program.segments)
     # What is no layer may have a module's name by chance: the segment "model" is not the module ``model.model``.
     return frozenset(n for n in names if (flags.get(n, some) if LAYER.fullmatch(n) else some))
+
+
+def _flag(path: str, module: Any) -> bool:
+    value = getattr(module, _FLAG)
+    if not isinstance(value, bool):  # the truth of "no", or of a tensor on a GPU, is not what was meant
+        raise InputError(
+            f"the flag {_FLAG} is of type {type(value).__name__}",
+            path=path or type(module).__name__,
+            remedy="set it to True or False",
+        )
+    return value

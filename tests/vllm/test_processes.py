@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from precgraph.errors import DigestError, StaleWeightsError, SyncError
 from precgraph.loading import load_model
 from precgraph.runtime.sampling import SamplingParams
 from tests.vllm.conftest import largest_difference, train_step
+from tests.vllm.test_shutdown import refuses_everything
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PARAMS = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.9)
@@ -60,6 +62,64 @@ def test_an_engine_of_its_own_process(
         llm.sync(weights)
     with pytest.raises(StaleWeightsError, match="start a new engine"):
         llm.generate(prompts[:1], PARAMS)
+
+
+def test_an_interrupted_generate_a_relative_path_and_the_end(
+    processes: None, checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    from precgraph.vllm import save_weights
+
+    model, path = checkpoint("llama")
+    actor, llm = precgraph.compile(model, "train"), start(path)
+    params = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.9, seed=3)
+    wanted = llm.generate(prompts, params)
+    with _interrupted(llm, monkeypatch, at=3), pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, params)
+    found = llm.generate(prompts, params)
+    assert [(s.token_ids, s.kept_mass) for s in found] == [(s.token_ids, s.kept_mass) for s in wanted]
+    assert largest_difference(actor, found, 0.7) == 0.0
+    train_step(actor, 1)
+    actor.sync()
+    save_weights(actor, tmp_path / "w.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert llm.sync("w.safetensors") == llm.state()["version"] == 2
+    llm.shutdown()
+    refuses_everything(llm, actor, tmp_path / "w.safetensors", "the engine was shut down")
+
+
+def test_an_engine_that_is_interrupted_too(
+    processes: None, checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at a terminal reaches the engine's process as well, which ends."""
+    before = _children()
+    llm = start(checkpoint("llama")[1])
+    with _interrupted(llm, monkeypatch, at=2, engine=_children() - before), pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2, 3]], PARAMS)
+    with pytest.raises(
+        StaleWeightsError, match=r"^generate\(\) broke off with KeyboardInterrupt, .*start a new engine$"
+    ):
+        llm.generate([[1, 2, 3]], PARAMS)
+
+
+@contextmanager
+def _interrupted(llm: Any, monkeypatch: pytest.MonkeyPatch, at: int, engine: Iterable[int] = ()) -> Iterator[None]:
+    """Ctrl-C before a step, here and in the processes ``engine``."""
+    front, count = llm.engine.llm_engine, [0]
+    step = front.step
+
+    def interrupted() -> Any:
+        count[0] += 1
+        if count[0] == at:
+            for pid in engine:
+                os.kill(pid, signal.SIGINT)
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(front, "step", interrupted)
+        yield
+    assert count[0] >= at
 
 
 def _children() -> set[int]:

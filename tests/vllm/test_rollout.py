@@ -199,3 +199,41 @@ def test_wrong_prompts_are_refused_before_anything_runs(pair: tuple[Any, Any]) -
     assert [VllmParams(temperature=t).temperature for t in (0.0, 0.00999, LEAST)] == [0.0, LEAST, LEAST]
     with pytest.raises(InputError, match="2 prompts but 1 sampling"):
         llm.generate([[1], [2]], [SamplingParams()])
+
+
+@pytest.mark.parametrize("place", ["before", "within", "after"])
+@pytest.mark.parametrize("step", [1, 4])
+def test_an_interrupted_generate_leaves_nothing_behind(
+    pair: tuple[Any, Any], prompts: list[list[int]], place: str, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C before a step, in the midst of its model, or before its tokens have arrived."""
+    actor, llm = pair
+    llm.sync(actor)
+    model, front = llm.engine.apply_model(lambda m: m)[0], llm.engine.llm_engine
+    owner, name = {
+        "before": (front, "step"),
+        "within": (model, "compute_logits"),
+        "after": (front.output_processor, "process_outputs"),
+    }[place]
+    call, count = getattr(owner, name), [0]
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] == step:
+            raise KeyboardInterrupt
+        return call(*args, **kwargs)
+
+    params = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.9, seed=3)
+    wanted = llm.generate(prompts, params)
+    llm.sync(actor)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(prompts, params)
+    assert count[0] > step, "nothing ran after the interruption"
+    found = llm.generate(prompts, params)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.token_ids, a.logprobs, a.kept_mass) == (b.token_ids, b.logprobs, b.kept_mass)
+        assert a.cached_tokens == b.cached_tokens
+    assert largest_difference(actor, found, 0.7) == 0.0
+    assert llm.sync(actor) == actor.precgraph.store.version

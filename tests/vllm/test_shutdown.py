@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import precgraph
-from precgraph.errors import DigestError, StaleWeightsError
+from precgraph.errors import DigestError, PrecGraphError, StaleWeightsError
 from precgraph.runtime.sampling import SamplingParams
 from tests.vllm.conftest import largest_difference
 
@@ -54,3 +54,21 @@ def test_the_end_of_one_engine_is_the_end_of_all_in_its_process(
     with pytest.raises(DigestError, match="the engine runs program"):
         start(path, digest="00")
     refuses_everything(third, actor, weights, "another engine of this process was shut down")
+
+
+def test_a_step_that_fails_again_and_again(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
+    """Ending its requests takes a step too: then the engine is of no use, and says why."""
+    llm = start(checkpoint("llama")[1])
+    model = llm.engine.apply_model(lambda m: m)[0]
+
+    def fails(*args: Any) -> None:
+        raise PrecGraphError("no such kernel")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "compute_logits", fails)
+        with pytest.raises(PrecGraphError, match="^no such kernel$"):
+            llm.generate([[1, 2]], PARAMS)
+    message = r"^generate\(\) broke off with PrecGraphError: no such kernel, and then .*; start a new engine$"
+    for call in (lambda: llm.generate([[1, 2]], PARAMS), llm.state, llm.sync):
+        with pytest.raises(StaleWeightsError, match=message):
+            call()

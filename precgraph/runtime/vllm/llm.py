@@ -113,7 +113,8 @@ class LLM:
         ``params`` are vLLM's ``SamplingParams`` or :class:`precgraph.runtime.sampling.SamplingParams`, one for all or
         one a prompt. A request without a seed takes one from torch's global generator. InputError for parameters that
         an exact rollout refuses, StaleWeightsError if the weights are not complete or the actor has not synced,
-        NonFiniteError if a token was drawn from logits that hold NaN or infinity.
+        NonFiniteError if a token was drawn from logits that hold NaN or infinity. One that breaks off, by Ctrl-C too,
+        leaves no request in the engine, nor anything in the prefix cache.
         """
         from precgraph.runtime.vllm.params import completion_fields
 
@@ -135,8 +136,8 @@ class LLM:
         try:
             with rare_full_collections():
                 outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=progress)
-        except PrecGraphError as error:
-            self._broken = f"a step failed: {error}"
+        except BaseException as error:
+            self._abandon(cut, error)
             raise
         records = self._call("precgraph_take", cut)[0]["records"] if cut else {}
         if self._version() != version:
@@ -148,6 +149,25 @@ class LLM:
         ]
         require_finite(torch.tensor([p for s in samples for p in s.logprobs]))
         return samples
+
+    def _abandon(self, records: list[str], cause: BaseException) -> None:
+        """End the requests of a generate() that broke off: vLLM would go on with them in the next."""
+        from vllm import SamplingParams as VllmParams
+
+        what = f"generate() broke off with {type(cause).__name__}: {cause}".removesuffix(": ")
+        self._broken = f"{what}, and then the end of its requests did"  # unless all below is done
+        try:
+            front = self.engine.llm_engine
+            front.abort_request(list(front.output_processor.request_states), internal=True)
+            # A step after which the workers have let go of them, and which shows that the engine can step.
+            last = [{"prompt_token_ids": [0]}], VllmParams(max_tokens=1, temperature=0.0)
+            self._watch(partial(self.engine.generate, *last, use_tqdm=False))
+            self._call("precgraph_take", records)
+            self._reset_prefix_cache()  # vLLM enters keys before the step that writes them
+        except Exception as error:
+            self._broken = f"{what}, and then the end of its requests with {type(error).__name__}: {error}"
+        else:
+            self._broken = None
 
     def _require_room(self, prompts: Sequence[Sequence[int]]) -> None:
         room: int = self.engine.llm_engine.vllm_config.model_config.max_model_len
@@ -190,7 +210,7 @@ class LLM:
             raise InputError("nothing to sync from", remedy="pass a compiled model or the path of a weights file")
         elif isinstance(source, str | os.PathLike) or (isinstance(source, Sequence) and source):
             paths = [source] if isinstance(source, str | os.PathLike) else list(source)
-            self._served = self._send_files([Path(p) for p in paths])
+            self._served = self._send_files([Path(p).absolute() for p in paths])  # a process may be elsewhere
         else:
             self._served = self._send(source, route)
         self._reset_prefix_cache()
@@ -288,17 +308,17 @@ class LLM:
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of every worker; its typed errors are raised here."""
-        core = self.engine.llm_engine.engine_core
         try:
-            answers = _watched(
-                partial(self.engine.collective_rpc, method, args=args), getattr(core, "ensure_alive", None)
-            )
+            answers = self._watch(partial(self.engine.collective_rpc, method, args=args))
         except PrecGraphError:
             raise
         except Exception as error:
             self._broken = f"the engine failed in {method}: {type(error).__name__}: {error}"
             raise SyncError(self._broken, remedy="start a new engine; no file was changed") from error
         return [value_of(answer) for answer in answers]
+
+    def _watch(self, call: Callable[[], Any]) -> Any:
+        return _watched(call, getattr(self.engine.llm_engine.engine_core, "ensure_alive", None))
 
     def _require_digest(self, found: Sequence[str], wanted: str) -> None:
         for digest in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def test_shards_arrive_in_any_order(apart: tuple[Any, Any], prompts: list[list[i
     for i, part in enumerate(parts):
         save_file({n: tensors[n] for n in names[i::3]}, part, metadata=metadata)
     served = llm.state()
-    with pytest.raises(SyncError, match=r"\d+ of \d+ tensors did not arrive"):
+    with pytest.raises(SyncError, match=r"/part0.safetensors and 1 more: \S+: \d+ of \d+ tensors did not arrive"):
         llm.sync(parts[:2])
     assert llm.state() == served
     llm.sync(parts)
@@ -221,7 +222,7 @@ def test_a_broken_file_is_refused(fault: str, apart: tuple[Any, Any], prompts: l
     save_weights(other, path)
     damage, message = FAULTS[fault]
     damage(path)
-    with pytest.raises(SyncError, match=message):
+    with pytest.raises(SyncError, match=rf"^{path}: (\S+: )?.*{message}"):
         llm.sync(path)
     assert llm.state() == state
     after = llm.generate(prompts[:3], params)
@@ -266,7 +267,7 @@ def test_another_shape_under_the_right_digest_is_refused(apart: tuple[Any, Any],
     tensors["model.norm.weight"] = torch.ones(7, dtype=torch.bfloat16)
     forged = describe(tensors, manifest.version + 1, manifest.digest)
     save_file(tensors, tmp_path / "w.safetensors", metadata={"precgraph": json.dumps(forged.to_json())})
-    with pytest.raises(SyncError, match=r"^model.norm.weight: the update brings bfloat16\[7\]"):
+    with pytest.raises(SyncError, match=r"/w\.safetensors: model.norm.weight: the update brings bfloat16\[7\]"):
         llm.sync(tmp_path / "w.safetensors")
 
 
@@ -322,6 +323,54 @@ def test_a_route_that_does_not_exist(apart: tuple[Any, Any]) -> None:
         apart[1].sync(apart[0], route="pigeon")
     with pytest.raises(InputError, match="nothing to sync from"):
         apart[1].sync()
+
+
+def test_what_is_no_source(apart: tuple[Any, Any], tmp_path: Path) -> None:
+    """Nor what is no file, down to a pipe, of which a reader would wait for ever."""
+    llm = apart[1]
+    os.mkfifo(tmp_path / "pipe")
+    state = llm.state()
+    kinds: list[tuple[Any, str]] = [
+        ([], "an empty list"), ((), "an empty list"), ({"w"}, "a set"), ((p for p in ["w"]), "a generator"),
+        (b"w", "a bytes"), (7, "a int"), (torch.nn.Linear(2, 2), "a Linear"),
+    ]  # fmt: skip
+    for source, kind in kinds:
+        with pytest.raises(InputError, match=f"^the source of a sync is {kind}; pass a compiled model, or the path"):
+            llm.sync(source)
+    for source in ("", [""], [None], [1], [b"w"], "a\0b"):
+        with pytest.raises(InputError, match="is not the path of a file; pass one as text or as a Path$"):
+            llm.sync(source)
+    for source, what in (
+        (tmp_path, "a directory"),
+        ("/dev/null", "no regular file"),
+        (tmp_path / "pipe", "no regular"),
+    ):
+        for each in (source, str(source), [source]):
+            with pytest.raises(InputError, match=f"^{source}: is {what}"):
+                llm.sync(each)
+    assert llm.state() == state
+
+
+def test_a_route_where_none_is_taken(apart: tuple[Any, Any], tmp_path: Path) -> None:
+    actor, llm = apart
+    for route in ("file", "ipc", ""):
+        with pytest.raises(InputError, match="^a route goes with a compiled model, to an engine without an actor"):
+            llm.sync(tmp_path / "w.safetensors", route=route)
+    with pytest.raises(InputError, match="^route must be 'ipc' or 'file', not ''"):
+        llm.sync(actor, route="")
+
+
+def test_an_engine_on_its_actors_weights_takes_no_file_and_no_route(shared: tuple[Any, Any], tmp_path: Path) -> None:
+    actor, llm = shared
+    actor.sync()
+    for source in (None, actor):
+        for route in ("file", ""):
+            with pytest.raises(InputError, match="^a route goes with a compiled model, to an engine without an actor"):
+                llm.sync(source, route=route)
+    for source in ("w.safetensors", tmp_path, [tmp_path], 7):
+        with pytest.raises(InputError, match=r"its actor's weights, and reads no file; call sync\(\) without a source"):
+            llm.sync(source)
+    assert llm.sync(actor) == llm.sync() == actor.precgraph.store.version
 
 
 def test_memory_does_not_grow(apart: tuple[Any, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,28 @@ def test_a_full_disk_leaves_the_weights_file_as_it_was(tmp_path: Path, full_disk
     with full_disk(4096), pytest.raises(SyncError, match=r"w\.safetensors: cannot be written: .*File too large"):
         save_weights(actor, path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_weights_are_saved_where_a_file_can_be(tmp_path: Path) -> None:
+    actor = precgraph.compile(causal_lm("llama"), "train")
+    (tmp_path / "file").write_text("mine")
+    os.mkfifo(tmp_path / "pipe")
+    before = sorted(tmp_path.iterdir())
+    for path in ("", None, 7, b"w", "a\0b"):
+        with pytest.raises(InputError, match="is not the path of a file; pass one as text or as a Path$"):
+            save_weights(actor, path)  # type: ignore[arg-type]
+    for path, message in (
+        (tmp_path, "is a directory; name a file of weights"),
+        (tmp_path / "pipe", "is no regular file; name a file of weights"),
+    ):
+        with pytest.raises(InputError, match=f"^{path}: {message}"):
+            save_weights(actor, path)
+    for folder in (tmp_path / "none", tmp_path / "file"):
+        with pytest.raises(InputError, match=f"^{folder}: there is no such directory; create it"):
+            save_weights(actor, folder / "w.safetensors")
+    with pytest.raises(SyncError, match="w: cannot be written: .*; make room, or save where you may write"):
+        save_weights(actor, tmp_path / ("w" * 250))  # a name that leaves no room for that of the partial file
+    assert sorted(tmp_path.iterdir()) == before and (tmp_path / "file").read_text() == "mine"
 
 
 def _both(model: Any) -> tuple[Any, Any]:

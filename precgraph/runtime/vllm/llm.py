@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
 import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +19,13 @@ from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
 from precgraph.runtime.engine import Completion, prompt_ids
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite
+from precgraph.runtime.store import WeightStore
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, SEED, register
+from precgraph.runtime.vllm.arguments import refuse, whole_digest
 from precgraph.runtime.vllm.ipc import Handles
 from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state, rare_full_collections
 from precgraph.runtime.vllm.replies import value_of
-from precgraph.runtime.vllm.sync import Manifest, compiled_of, policy, read_file, save_weights
+from precgraph.runtime.vllm.sync import Manifest, compiled_of, paths_of, policy, read_file, save_weights
 from precgraph.runtime.vllm.versions import require_version
 
 _SHUT = "the engine was shut down"
@@ -68,10 +68,10 @@ class LLM:
         register()
         self._actor = None if actor is None else compiled_of(actor)
         self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
-        self._digest = self._actor.digest if self._actor else _whole(digest)
+        self._digest = self._actor.digest if self._actor else whole_digest(digest)
         self._broken: str | None = None
         self._handles = Handles()
-        _refuse(engine_args)
+        refuse(engine_args)
         # A bad model fails here, with a typed error, and not in a worker.
         self.vocabulary = int(load_config_model(model).config.vocab_size)
         variables = {RUNNER: "0", **(IN_PROCESS if actor is not None else {})}
@@ -199,24 +199,36 @@ class LLM:
         path, or several: files of :func:`save_weights`. With a compiled model: its policy, through ``route`` ``"ipc"``
         (same GPU, CUDA IPC; the default on GPUs) or ``"file"`` (a temporary file). An update that is incomplete,
         damaged, or another program's is refused with SyncError or DigestError, and the old weights go on serving.
+        InputError for any other source, and for a route where none is taken.
         """
         self._require_alive()
+        compiled = hasattr(source, "precgraph")
+        if route is not None and (self._actor is not None or not compiled):
+            raise InputError("a route goes with a compiled model, to an engine without an actor", remedy="leave it out")
         if self._actor is not None:
-            self._actor.store.require_fresh()
-            if source is not None and compiled_of(source).store is not self._actor.store:
-                raise SyncError("this engine runs on its actor's weights", remedy="call sync() without a source")
-            self._served = self._actor.store.version
+            self._served = self._version_of(self._actor.store, source)
         elif source is None:
             raise InputError("nothing to sync from", remedy="pass a compiled model or the path of a weights file")
-        elif isinstance(source, str | os.PathLike) or (isinstance(source, Sequence) and source):
-            paths = [source] if isinstance(source, str | os.PathLike) else list(source)
-            self._served = self._send_files([Path(p).absolute() for p in paths])  # a process may be elsewhere
-        else:
+        elif compiled:
             self._served = self._send(source, route)
+        else:
+            self._served = self._send_files(paths_of(source))
         self._reset_prefix_cache()
         return self._served
 
+    def _version_of(self, store: WeightStore, source: Any) -> int:
+        """The version of the actor's store, which ``source`` may name again."""
+        remedy = "call sync() without a source"
+        if source is not None and not hasattr(source, "precgraph"):
+            raise InputError("this engine runs on its actor's weights, and reads no file", remedy=remedy)
+        store.require_fresh()
+        if source is not None and compiled_of(source).store is not store:
+            raise SyncError("this engine runs on its actor's weights", remedy=remedy)
+        return store.version
+
     def _send(self, model: Any, route: str | None) -> int:
+        if route not in (None, "ipc", "file"):
+            raise InputError(f"route must be 'ipc' or 'file', not {route!r}")
         compiled = compiled_of(model)
         self._require_digest([self.digest], compiled.digest)
         route = route or ("ipc" if compiled.store.device.type == "cuda" else "file")
@@ -224,8 +236,6 @@ class LLM:
             with tempfile.TemporaryDirectory(prefix="precgraph-") as folder:
                 path = Path(folder) / "weights.safetensors"
                 return self._install(save_weights(model, path), "precgraph_update_file", [str(path)])
-        if route != "ipc":
-            raise InputError(f"route must be 'ipc' or 'file', not {route!r}")
         manifest, tensors = policy(model)
         handles = map(self._handles.of, [tensors])  # made when the engine has agreed to take them
         version = self._install(manifest, "precgraph_update_ipc", handles)
@@ -239,7 +249,14 @@ class LLM:
                 "the files hold no manifest, or not one and the same", path=str(paths[0]),
                 remedy="write them with precgraph.vllm.save_weights",
             )  # fmt: skip
-        return self._install(found[0], "precgraph_update_file", map(str, paths))
+        files = list(map(str, paths))
+        try:
+            return self._install(found[0], "precgraph_update_file", files)
+        except (SyncError, DigestError) as error:
+            if self._broken is not None or error.path in files:
+                raise
+            where = [files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more", error.path]
+            raise type(error)(error.message, path=": ".join(filter(None, where)), remedy=error.remedy) from None
 
     def _install(self, manifest: Manifest, method: str, parts: Iterable[Any]) -> int:
         try:
@@ -329,13 +346,6 @@ class LLM:
                 )
 
 
-def _whole(digest: str | None) -> str | None:
-    """What is no digest at all is refused before there is an engine, whose end would end others in this process."""
-    if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]+", digest)):
-        raise DigestError(f"{digest!r} is no program's digest", remedy="pass all of what precgraph digest prints")
-    return digest
-
-
 def _watched(call: Callable[[], Any], ensure_alive: Callable[[], None] | None) -> Any:
     """``call()``, unless the engine's processes die: vLLM waits for ever for an answer that was under way.
 
@@ -379,22 +389,3 @@ def _request(params: Any) -> Any:
     if own.truncated:
         asked.extra_args[RECORD] = secrets.token_hex(8)
     return asked
-
-
-def _refuse(engine_args: dict[str, Any]) -> None:
-    """What the configuration hook would refuse too, here as a typed error before vLLM starts."""
-    from precgraph.runtime.vllm.config import DIVIDED, require_undivided, require_v1_runner
-
-    require_v1_runner()
-    for name in DIVIDED:
-        size = engine_args.get(name, 1)
-        if type(size) is not int or size < 1:
-            raise InputError(f"{name} = {size!r} is no number of devices", remedy="leave it out, or pass 1")
-        require_undivided(name, size)
-    if engine_args.get("load_format", "dummy") != "dummy":
-        raise InputError("load_format is precgraph's to choose", remedy='leave it out; "dummy" makes random weights')
-    if not isinstance(engine_args.get("hf_overrides", {}), Mapping):
-        raise InputError("hf_overrides is no table", remedy="pass a dict: architecture and recipe are added to it")
-    for name in ("model_loader_extra_config", "worker_cls", "quantization", "logits_processors"):
-        if engine_args.get(name):
-            raise InputError(f"{name} is precgraph's to choose", remedy="leave it out")

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -203,26 +204,56 @@ def compiled_of(model: Any) -> Compiled:
 
 def save_weights(model: Any, path: str | Path) -> Manifest:
     """Write the policy of a compiled model to one safetensors file, whole or not at all; returns its manifest.
-    SyncError if that fails."""
+    InputError for a path at which no file can be, SyncError if the writing fails."""
+    target = file_path(path)
+    if not os.path.isdir(target.parent):
+        raise InputError("there is no such directory", path=str(target.parent), remedy="create it, then save")
     manifest, tensors = policy(model)
-    target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(whole, partial, metadata={"format": "pt", HEADER: json.dumps(manifest.to_json())})
         os.replace(partial, target)
     except (SafetensorError, OSError) as error:  # a full disk is one or the other
-        raise SyncError(f"cannot be written: {error}", path=str(path), remedy="make room, and save again") from error
+        raise SyncError(
+            f"cannot be written: {error}", path=str(path), remedy="make room, or save where you may write"
+        ) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # or it would hide the error above
+            partial.unlink()
     return manifest
+
+
+def file_path(path: Any) -> Path:
+    """``path``, made absolute; InputError if it is none, or that of something other than a file."""
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise InputError(f"{path!r:.40} is not the path of a file", remedy="pass one as text or as a Path")
+    if os.path.exists(name) and not os.path.isfile(name):  # to read a pipe, or to replace a device, would do harm
+        what = "a directory" if os.path.isdir(name) else "no regular file"
+        raise InputError(f"is {what}", path=name, remedy="name a file of weights")
+    return Path(name).absolute()
+
+
+def paths_of(source: Any) -> list[Path]:
+    """The files that ``source`` names, one path or several; InputError for anything else."""
+    each = [source] if isinstance(source, str | os.PathLike) else source
+    if not isinstance(each, Sequence) or isinstance(each, bytes) or not each:
+        what = "an empty list" if isinstance(each, Sequence) and not each else f"a {type(source).__name__}"
+        raise InputError(
+            f"the source of a sync is {what}",
+            remedy="pass a compiled model, or the path, or a list of the paths, of files that save_weights wrote",
+        )
+    return [file_path(p) for p in each]
 
 
 # --------------------------------------------------------------------------------------- the rollout's side
 
 
 def read_file(path: str | Path) -> tuple[Manifest | None, dict[str, Tensor]]:
-    """The manifest in a file's header, if there is one, and its tensors, mapped; SyncError for a broken file."""
+    """The manifest in a file's header, if there is one, and its tensors, mapped; SyncError for a broken file,
+    InputError for what is none."""
+    file_path(path)
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             header = (file.metadata() or {}).get(HEADER)
@@ -233,14 +264,14 @@ def read_file(path: str | Path) -> tuple[Manifest | None, dict[str, Tensor]]:
         ) from None
     except (SafetensorError, OSError, ValueError) as error:
         raise SyncError(f"the file is truncated or damaged: {error}", path=str(path), remedy="write it again") from None
-    return (Manifest.from_json(_parsed(header, path)) if header else None), tensors
-
-
-def _parsed(header: str, path: str | Path) -> Any:
+    if not header:
+        return None, tensors
     try:
-        return json.loads(header)
+        return Manifest.from_json(json.loads(header)), tensors
     except json.JSONDecodeError as error:
         raise SyncError(f"the file's manifest is malformed: {error}", path=str(path), remedy="write it again") from None
+    except SyncError as error:
+        raise SyncError(error.message, path=str(path), remedy=error.remedy) from None
 
 
 class Receiver:

@@ -239,7 +239,7 @@ def test_an_unknown_family(checkpoint: Callable[..., Any], start: Callable[..., 
 @pytest.mark.vllm
 def test_another_digest_stops_the_engine(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
     with pytest.raises(DigestError, match="the engine runs program .*, the trainer 123456789abc"):
-        start(checkpoint("qwen3")[1], digest="123456789abcdef")
+        start(checkpoint("qwen3")[1], digest="123456789abcdef0" * 4)
 
 
 @pytest.mark.vllm

@@ -38,7 +38,7 @@ def test_the_end_of_one_engine_is_the_end_of_all_in_its_process(
     weights = tmp_path / "w.safetensors"
     save_weights(actor, weights)
     first, second = start(path, actor=actor), start(path)
-    for digest in ("", "…", 7):
+    for digest in ("", "…", 7, "00", "0" * 63 + "g"):
         with pytest.raises(DigestError, match="is no program's digest; pass all of what precgraph digest prints"):
             start(path, digest=digest)
     for llm in (first, second):  # no engine was built, or its end would have been theirs
@@ -52,7 +52,7 @@ def test_the_end_of_one_engine_is_the_end_of_all_in_its_process(
     first.shutdown()
     refuses_everything(first, actor, weights, "the engine was shut down")
     with pytest.raises(DigestError, match="the engine runs program"):
-        start(path, digest="00")
+        start(path, digest="0" * 64)
     refuses_everything(third, actor, weights, "another engine of this process was shut down")
 
 

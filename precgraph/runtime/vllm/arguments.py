@@ -11,8 +11,8 @@ from precgraph.errors import DigestError, InputError
 
 def whole_digest(digest: str | None) -> str | None:
     """What is no digest at all is refused before there is an engine, whose end would end others in this process."""
-    if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]+", digest)):
-        raise DigestError(f"{digest!r} is no program's digest", remedy="pass all of what precgraph digest prints")
+    if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
+        raise DigestError(f"{digest!r:.80} is no program's digest", remedy="pass all of what precgraph digest prints")
     return digest
 
 

@@ -212,3 +212,32 @@ def test_what_is_mapped_stays_until_it_is_no_longer_named(monkeypatch: pytest.Mo
 def test_a_tensor_on_no_gpu_is_refused() -> None:
     with pytest.raises(InputError, match="^x: the tensor is on cpu"):
         Handles().of({"x": torch.zeros(1)})
+
+
+@pytest.mark.parametrize("answer", ["taken", "refused", "no answer"])
+def test_counts_that_the_worker_has_taken_back_itself_are_forgotten(
+    answer: str, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It drops what it is not told before it looks at the rest; if it dies, nobody knows, and all are given back."""
+    from precgraph.errors import SyncError
+    from precgraph.vllm import LLM
+
+    llm = LLM.__new__(LLM)
+    llm._handles, llm._broken = Handles(), None
+    monkeypatch.setattr(LLM, "_call", lambda self, *args: None)
+    llm._send_handles({"x": torch.zeros(1)})
+
+    def call(self: Any, method: str, told: Any) -> None:
+        assert method == "precgraph_update_ipc" and told == {"x": [2, *[None] * 14]}
+        if answer == "no answer":
+            self._broken = "the engine has died"
+        if answer != "taken":
+            raise SyncError("the tensor is not the one that the manifest names")
+
+    monkeypatch.setattr(LLM, "_call", call)
+    if answer == "taken":
+        llm._send_handles({"x": torch.zeros(1)})
+    else:
+        with pytest.raises(SyncError):
+            llm._send_handles({"x": torch.zeros(1)})
+    assert llm._handles._replaced == ([[1, *[None] * 14]] if answer == "no answer" else [])

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,28 @@ def test_an_engine_that_is_interrupted_too(
     with pytest.raises(
         StaleWeightsError, match=r"^generate\(\) broke off with KeyboardInterrupt, .*start a new engine$"
     ):
+        llm.generate([[1, 2, 3]], PARAMS)
+
+
+def test_an_engine_that_dies_in_a_step(
+    processes: None, checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed for memory, for one: what waits for the step's tokens ends too."""
+    before = _children()
+    llm = start(checkpoint("llama")[1])
+    engine, front = _children() - before, llm.engine.llm_engine
+    step = front.step
+
+    def killed() -> Any:
+        for pid in engine:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return step()
+
+    monkeypatch.setattr(front, "step", killed)
+    with pytest.raises(Exception, match="EngineCore"):
+        llm.generate([[1, 2, 3]], PARAMS)
+    with pytest.raises(StaleWeightsError, match=r"^generate\(\) broke off with EngineDeadError.*start a new engine$"):
         llm.generate([[1, 2, 3]], PARAMS)
 
 

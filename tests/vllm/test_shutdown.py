@@ -41,12 +41,15 @@ def test_the_end_of_one_engine_is_the_end_of_all_in_its_process(
     for digest in ("", "…", 7, "00", "0" * 63 + "g"):
         with pytest.raises(DigestError, match="is no program's digest; pass all of what precgraph digest prints"):
             start(path, digest=digest)
+    with pytest.raises(DigestError, match="not the actor's"):
+        start(path, actor=actor, digest="0" * 64)
     for llm in (first, second):  # no engine was built, or its end would have been theirs
         assert largest_difference(actor, llm.generate(prompts[:3], PARAMS), 0.7) == 0.0
     second.shutdown()
     refuses_everything(first, actor, weights, "another engine of this process was shut down")
     refuses_everything(second, actor, weights, "the engine was shut down")
     third = start(path)
+    refuses_everything(first, actor, weights, "another engine of this process was shut down")
     second.shutdown()  # does nothing: an engine ends once
     assert largest_difference(actor, third.generate(prompts[:3], PARAMS), 0.7) == 0.0
     first.shutdown()
@@ -72,3 +75,60 @@ def test_a_step_that_fails_again_and_again(checkpoint: Callable[..., Any], start
     for call in (lambda: llm.generate([[1, 2]], PARAMS), llm.state, llm.sync):
         with pytest.raises(StaleWeightsError, match=message):
             call()
+
+
+def test_a_shutdown_that_breaks_off_can_be_called_again(
+    checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = start(checkpoint("llama")[1])
+    core, calls = llm.engine.llm_engine.engine_core, []
+    end = core.shutdown
+
+    def broken_off() -> None:
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        end()
+
+    monkeypatch.setattr(core, "shutdown", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        llm.shutdown()
+    llm.shutdown()
+    llm.shutdown()
+    assert calls == [0, 1]
+
+
+def test_a_sync_that_breaks_off_leaves_no_engine_that_mixes_weights(
+    checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C after the worker has taken the weights, before the keys of the old ones are dropped."""
+    model, path = checkpoint("llama")
+    actor = precgraph.compile(model, "train")
+    llm = start(path)
+    llm.sync(actor)
+    llm.generate(prompts[:3], PARAMS)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm.engine, "reset_prefix_cache", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.sync(actor)
+    monkeypatch.undo()
+    with pytest.raises(StaleWeightsError, match="broke off with KeyboardInterrupt"):
+        llm.generate(prompts[:3], PARAMS)
+
+
+def test_an_engine_that_sleeps_generates_nothing(
+    checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for ever. vLLM's CPU engine has no sleep of its own."""
+    llm = start(checkpoint("llama")[1])
+    llm.sync(precgraph.compile(checkpoint("llama")[0], "train"))
+    monkeypatch.setattr(llm.engine, "sleep", lambda level: None)
+    monkeypatch.setattr(llm.engine, "wake_up", lambda: None)
+    llm.sleep()
+    with pytest.raises(StaleWeightsError, match="the engine sleeps; call wake"):
+        llm.generate(prompts[:1], PARAMS)
+    llm.wake()
+    assert llm.generate(prompts[:1], PARAMS)

@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from precgraph.errors import DigestError, InputError
+from precgraph.runtime.compiled import Compiled
 
 
-def whole_digest(digest: str | None) -> str | None:
-    """What is no digest at all is refused before there is an engine, whose end would end others in this process."""
+def whole_digest(digest: str | None, actor: Compiled | None) -> str | None:
+    """What the engine must run; a digest that cannot be it is refused before there is an engine, whose end would end
+    others in this process."""
     if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
         raise DigestError(f"{digest!r:.80} is no program's digest", remedy="pass all of what precgraph digest prints")
-    return digest
+    if actor is None:
+        return digest
+    if digest not in (None, actor.digest):
+        raise DigestError("the digest is not the actor's", remedy="leave it out: the actor brings its own")
+    return actor.digest
 
 
 def refuse(engine_args: dict[str, Any]) -> None:

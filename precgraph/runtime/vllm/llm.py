@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import secrets
 import tempfile
-from collections.abc import Callable, Iterable, Sequence, Sized
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe
 from precgraph.runtime.engine import Completion, prompt_ids
-from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite
+from precgraph.runtime.sampling import require_finite
 from precgraph.runtime.store import WeightStore
-from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, SEED, register
+from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, register
+from precgraph.runtime.vllm.alive import answered, deaths_end_steps
 from precgraph.runtime.vllm.arguments import refuse, whole_digest
 from precgraph.runtime.vllm.ipc import Handles
 from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state, rare_full_collections
 from precgraph.runtime.vllm.replies import value_of
 from precgraph.runtime.vllm.sync import Manifest, compiled_of, paths_of, policy, read_file, save_weights
 from precgraph.runtime.vllm.versions import require_version
-
-_SHUT = "the engine was shut down"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +49,7 @@ class LLM:
     ``engine_args`` are those of ``vllm.LLM``; ``engine`` is that object.
 
     Raises UnsupportedModelError (vLLM's version, the model, parallelism that would change sums), RecipeError,
-    InputError, or DigestError if a worker runs another program.
+    InputError, or DigestError if ``digest`` is none, or not the actor's, or if a worker runs another program.
     """
 
     def __init__(
@@ -68,8 +65,9 @@ class LLM:
         register()
         self._actor = None if actor is None else compiled_of(actor)
         self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
-        self._digest = self._actor.digest if self._actor else whole_digest(digest)
+        self._digest = whole_digest(digest, self._actor)
         self._broken: str | None = None
+        self._closed = self._asleep = False
         self._handles = Handles()
         refuse(engine_args)
         # A bad model fails here, with a typed error, and not in a worker.
@@ -77,11 +75,12 @@ class LLM:
         variables = {RUNNER: "0", **(IN_PROCESS if actor is not None else {})}
         with preserved_state(), environment(variables):
             self.engine = self._start(str(model), engine_args)
-        states = self._call("precgraph_state")
-        self.digest: str = states[0]["digest"]
+        self._group = self._groups()
         try:
+            states = self._call("precgraph_state")
+            self.digest: str = states[0]["digest"]
             self._require_digest([s["digest"] for s in states], self._digest or self.digest)
-        except DigestError:
+        except BaseException:
             self.shutdown()
             raise
         self._served: int = states[0]["version"]
@@ -116,7 +115,7 @@ class LLM:
         NonFiniteError if a token was drawn from logits that hold NaN or infinity. One that breaks off, by Ctrl-C too,
         leaves no request in the engine, nor anything in the prefix cache.
         """
-        from precgraph.runtime.vllm.params import completion_fields
+        from precgraph.runtime.vllm.params import completion_fields, request_of
 
         self._require_ready()
         if not isinstance(prompt_token_ids, Sized):
@@ -127,19 +126,20 @@ class LLM:
             raise InputError(f"{len(prompt_token_ids)} prompts but {len(each)} sampling parameters")
         prompts = [prompt_ids(f"prompt {i}", p, self.vocabulary) for i, p in enumerate(prompt_token_ids)]
         self._require_room(prompts)
-        asked = [_request(p) for p in each]
+        asked = [request_of(p) for p in each]
         names = [p.extra_args.get(RECORD) for p in asked]
         cut = [name for name in names if name is not None]
-        if cut:
-            self._call("precgraph_expect", cut)
         version = self._served
         try:
-            with rare_full_collections():
+            if cut:
+                self._call("precgraph_expect", cut)
+            with rare_full_collections(), deaths_end_steps(self.engine.llm_engine.engine_core):
                 outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=progress)
+            records = self._call("precgraph_take", cut)[0]["records"] if cut else {}
         except BaseException as error:
-            self._abandon(cut, error)
+            if self._broken is None:
+                self._abandon(cut, error)
             raise
-        records = self._call("precgraph_take", cut)[0]["records"] if cut else {}
         if self._version() != version:
             raise StaleWeightsError("the weights changed during generate()", remedy="call sync() between calls")
         masses = [records[name]["kept_mass"] if name else {} for name in names]
@@ -161,7 +161,7 @@ class LLM:
             front.abort_request(list(front.output_processor.request_states), internal=True)
             # A step after which the workers have let go of them, and which shows that the engine can step.
             last = [{"prompt_token_ids": [0]}], VllmParams(max_tokens=1, temperature=0.0)
-            self._watch(partial(self.engine.generate, *last, use_tqdm=False))
+            self._answer(partial(self.engine.generate, *last, use_tqdm=False))
             self._call("precgraph_take", records)
             self._reset_prefix_cache()  # vLLM enters keys before the step that writes them
         except Exception as error:
@@ -180,6 +180,8 @@ class LLM:
 
     def _require_ready(self) -> None:
         self._require_alive()
+        if self._asleep:
+            raise StaleWeightsError("the engine sleeps", remedy="call wake(), then generate")
         if self._actor is not None:
             self._actor.store.require_fresh()
             if self._actor.store.version != self._served:
@@ -205,16 +207,23 @@ class LLM:
         compiled = hasattr(source, "precgraph")
         if route is not None and (self._actor is not None or not compiled):
             raise InputError("a route goes with a compiled model, to an engine without an actor", remedy="leave it out")
-        if self._actor is not None:
-            self._served = self._version_of(self._actor.store, source)
-        elif source is None:
-            raise InputError("nothing to sync from", remedy="pass a compiled model or the path of a weights file")
-        elif compiled:
-            self._served = self._send(source, route)
-        else:
-            self._served = self._send_files(paths_of(source))
-        self._reset_prefix_cache()
-        return self._served
+        try:
+            if self._actor is not None:
+                version = self._version_of(self._actor.store, source)
+            elif source is None:
+                raise InputError("nothing to sync from", remedy="pass a compiled model or the path of a weights file")
+            elif compiled:
+                version = self._send(source, route)
+            else:
+                version = self._send_files(paths_of(source))
+            self._reset_prefix_cache()
+        except PrecGraphError:
+            raise
+        except BaseException as error:  # Ctrl-C: the worker may have the new weights, and keys of the old ones
+            self._broken = f"sync() broke off with {type(error).__name__}: {error}".removesuffix(": ")
+            raise
+        self._served = version
+        return version
 
     def _version_of(self, store: WeightStore, source: Any) -> int:
         """The version of the actor's store, which ``source`` may name again."""
@@ -235,12 +244,21 @@ class LLM:
         if route == "file":
             with tempfile.TemporaryDirectory(prefix="precgraph-") as folder:
                 path = Path(folder) / "weights.safetensors"
-                return self._install(save_weights(model, path), "precgraph_update_file", [str(path)])
+                return self._install(
+                    save_weights(model, path), [partial(self._call, "precgraph_update_file", str(path))]
+                )
         manifest, tensors = policy(model)
-        handles = map(self._handles.of, [tensors])  # made when the engine has agreed to take them
-        version = self._install(manifest, "precgraph_update_ipc", handles)
+        return self._install(manifest, [partial(self._send_handles, tensors)])
+
+    def _send_handles(self, tensors: Mapping[str, Tensor]) -> None:
+        told = self._handles.of(tensors)
+        try:
+            self._call("precgraph_update_ipc", told)
+        except PrecGraphError:
+            if self._broken is None:  # it was refused by a worker that had first dropped what it was not told
+                self._handles.taken()
+            raise
         self._handles.taken()
-        return version
 
     def _send_files(self, paths: list[Path]) -> int:
         found = [m for m in (read_file(p)[0] for p in paths) if m is not None]
@@ -251,25 +269,27 @@ class LLM:
             )  # fmt: skip
         files = list(map(str, paths))
         try:
-            return self._install(found[0], "precgraph_update_file", files)
+            return self._install(found[0], [partial(self._call, "precgraph_update_file", file) for file in files])
         except (SyncError, DigestError) as error:
             if self._broken is not None or error.path in files:
                 raise
             where = [files[0] if len(files) == 1 else f"{files[0]} and {len(files) - 1} more", error.path]
             raise type(error)(error.message, path=": ".join(filter(None, where)), remedy=error.remedy) from None
 
-    def _install(self, manifest: Manifest, method: str, parts: Iterable[Any]) -> int:
+    def _install(self, manifest: Manifest, parts: Sequence[Callable[[], object]]) -> int:
+        """Have the workers take an update, whose parts are sent once they have agreed to it."""
         try:
             self._call("precgraph_begin", manifest.to_json())
-            for part in parts:
-                self._call(method, part)
+            for send in parts:
+                send()
             checksums = self._call("precgraph_finish")
         except PrecGraphError:
             if self._broken is None:
                 self._call("precgraph_abort")
             raise
         if set(checksums) != {manifest.checksum}:
-            raise SyncError("the engine reports other weights than were sent", remedy="sync again")
+            self._broken = "the engine reports other weights than were sent"
+            raise SyncError(self._broken, remedy="start a new engine")
         return manifest.version
 
     def state(self) -> dict[str, Any]:
@@ -294,6 +314,7 @@ class LLM:
         self._require_alive()
         if level > 1 and self._actor is not None:
             raise InputError("level 2 would discard the actor's weights", remedy="use sleep(level=1)")
+        self._asleep = True
         self.engine.sleep(level=level)
 
     def wake(self) -> None:
@@ -301,32 +322,40 @@ class LLM:
         self._require_alive()
         self.engine.wake_up()
         self._reset_prefix_cache()
+        self._asleep = False
 
     def shutdown(self) -> None:
         """End the engine and its processes. One in this process ends vLLM's groups, which all there share."""
-        if self._broken == _SHUT:
+        if self._closed:
             return
-        self._broken = _SHUT
-        self.engine.llm_engine.engine_core.shutdown()
-        self._handles.release()
+        self._broken = "the engine was shut down"
+        try:
+            self.engine.llm_engine.engine_core.shutdown()
+        finally:
+            self._handles.release()
+        self._closed = True
 
     # -------------------------------------------------------------------------------- helpers
     def _require_alive(self) -> None:
-        from vllm.distributed.parallel_state import model_parallel_is_initialized
-
         if self._broken is not None:
             raise StaleWeightsError(self._broken, remedy="start a new engine")
-        in_process = not hasattr(self.engine.llm_engine.engine_core, "ensure_alive")
-        if in_process and not model_parallel_is_initialized():
+        if self._groups() is not self._group:
             raise StaleWeightsError(
                 "another engine of this process was shut down, and vLLM's groups with it",
                 remedy="start a new engine, or keep one engine a process",
             )
 
+    def _groups(self) -> Any:
+        """What vLLM's engines in this process share, as one of it; None for an engine in a process of its own."""
+        from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
+
+        own_process = hasattr(self.engine.llm_engine.engine_core, "ensure_alive")
+        return None if own_process or not model_parallel_is_initialized() else get_tp_group()
+
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of every worker; its typed errors are raised here."""
         try:
-            answers = self._watch(partial(self.engine.collective_rpc, method, args=args))
+            answers = self._answer(partial(self.engine.collective_rpc, method, args=args))
         except PrecGraphError:
             raise
         except Exception as error:
@@ -334,8 +363,8 @@ class LLM:
             raise SyncError(self._broken, remedy="start a new engine; no file was changed") from error
         return [value_of(answer) for answer in answers]
 
-    def _watch(self, call: Callable[[], Any]) -> Any:
-        return _watched(call, getattr(self.engine.llm_engine.engine_core, "ensure_alive", None))
+    def _answer(self, call: Callable[[], Any]) -> Any:
+        return answered(self.engine.llm_engine.engine_core, call)
 
     def _require_digest(self, found: Sequence[str], wanted: str) -> None:
         for digest in found:
@@ -344,48 +373,3 @@ class LLM:
                     f"the engine runs program {digest[:12]}, the trainer {wanted[:12]}",
                     remedy="use one recipe, one precgraph and one torch on both sides; precgraph digest prints it",
                 )
-
-
-def _watched(call: Callable[[], Any], ensure_alive: Callable[[], None] | None) -> Any:
-    """``call()``, unless the engine's processes die: vLLM waits for ever for an answer that was under way.
-
-    ``ensure_alive`` raises once they have; an engine in this process has none.
-    """
-    if ensure_alive is None:
-        return call()
-    answer: Future[Any] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    Thread(target=run, daemon=True).start()  # a daemon: after a death it never ends
-    while not wait([answer], timeout=1.0).done:
-        ensure_alive()
-    return answer.result()
-
-
-def _request(params: Any) -> Any:
-    """vLLM's parameters for one request, with a seed, and a name for its record if some tokens cannot be drawn."""
-    from vllm import SamplingParams as VllmParams
-
-    from precgraph.runtime.vllm.params import of_vllm, require_exact, to_vllm
-
-    if isinstance(params, SamplingParams):
-        params = to_vllm(params)
-    if not isinstance(params, VllmParams):
-        raise InputError(f"params are a {type(params).__name__}", remedy="pass SamplingParams, precgraph's or vLLM's")
-    require_exact(params)
-    if params.n != 1:
-        raise InputError(f"n = {params.n} is refused", remedy="repeat the prompt: the prefix cache shares its blocks")
-    asked, own = params.clone(), of_vllm(params)
-    seed = asked.seed
-    if seed is None and not own.greedy:
-        seed = int(torch.randint(MAX_SEED, ()))
-    asked.logprobs, asked.seed = asked.logprobs or 0, None
-    asked.extra_args = {**(asked.extra_args or {}), SEED: seed or 0}
-    if own.truncated:
-        asked.extra_args[RECORD] = secrets.token_hex(8)
-    return asked

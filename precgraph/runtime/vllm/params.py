@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -115,3 +116,23 @@ class ExactGate(LogitsProcessor):  # type: ignore[misc]
 
     def update_state(self, batch_update: Any) -> None:
         pass
+
+
+def request_of(params: Any) -> Any:
+    """vLLM's parameters for one request, with a seed, and a name for its record if some tokens cannot be drawn."""
+    if isinstance(params, SamplingParams):
+        params = to_vllm(params)
+    if not isinstance(params, VllmParams):
+        raise InputError(f"params are a {type(params).__name__}", remedy="pass SamplingParams, precgraph's or vLLM's")
+    require_exact(params)
+    if params.n != 1:
+        raise InputError(f"n = {params.n} is refused", remedy="repeat the prompt: the prefix cache shares its blocks")
+    asked, own = params.clone(), of_vllm(params)
+    seed = asked.seed
+    if seed is None and not own.greedy:
+        seed = int(torch.randint(MAX_SEED, ()))
+    asked.logprobs, asked.seed = asked.logprobs or 0, None
+    asked.extra_args = {**(asked.extra_args or {}), SEED: seed or 0}
+    if own.truncated:
+        asked.extra_args[RECORD] = secrets.token_hex(8)
+    return asked

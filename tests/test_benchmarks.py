@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,49 @@ def driven(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     monkeypatch.setattr(engines, "append", lambda *_: None)
     given = argparse.Namespace(commit=None, logs=tmp_path / "logs", limit=1.0, results=tmp_path / "results.csv")
     return engines.drive("rollout", ["good", "bad", "fine"], given, lambda name, found: [])
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf"])
+def test_what_is_no_number_above_zero(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="above 0"):
+        options.above_zero(text)
+
+
+def test_a_driver_that_is_ended_ends_its_part(tmp_path: Path) -> None:
+    """A part has a session of its own, which no signal to the driver reaches."""
+    (tmp_path / "waits.py").write_text("import time\nprint(flush=True)\ntime.sleep(60)\n")
+    source = (
+        "import argparse, pathlib, sys, torch; torch.cuda.is_available = lambda: True\n"
+        "from benchmarks.common import engines\n"
+        "run = engines.parts\n"
+        "engines.parts = lambda module, arguments, **more: run('waits', arguments, **more)\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "options = argparse.Namespace(commit=None, logs=folder, limit=50.0, results=folder / 'results.csv')\n"
+        "engines.drive('any', ['one'], options, lambda name, found: [])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(engines.ROOT)])}
+    command = [sys.executable, "-c", source]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as driver:
+        assert driver.stdout is not None and driver.stdout.readline() == "== one\n"
+        until = time.monotonic() + 30
+        while not (tmp_path / "any-one.log").exists() or not (tmp_path / "any-one.log").read_text():
+            assert time.monotonic() < until, "the part did not start"
+            time.sleep(0.05)
+        driver.terminate()
+        assert driver.wait(10) == 143
+    deadline = time.monotonic() + 10
+    while str(tmp_path) in running():
+        assert time.monotonic() < deadline, "the part runs on"
+        time.sleep(0.05)
+
+
+def running() -> str:
+    """Environments of this user's processes, of which a part's names its folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_text(errors="replace"))
+    return "\n".join(found)
 
 
 def test_a_driver_names_the_parts_that_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -292,7 +292,7 @@ def verdict(pair: Any, config: Config) -> str:
         return f"{found}\none program, digest {pair.digest[:16]}: log-probabilities must be equal bit for bit"
     why = "precision.allow_mismatch" if config.precision.allow_mismatch else f"arm {config.precision.arm}"
     if pair.report.ok:  # what it compares is alike, and yet they are not exact
-        same = pair.program.precgraph.graph.digest() == pair.digest
+        same = pair.program.precgraph.digest == pair.digest
         found = "one program, but kernels whose bits depend on the batch" if same else "two programs of other digests"
     return f"{found}\n[yellow]allowed by {why}: log-probabilities may differ, watch them[/yellow]"
 

@@ -75,8 +75,8 @@ def build_pair(model: Any, config: Config) -> Pair:
     infer, backend = _rollout_program(table, recipe, next(model.parameters()).device)
     program = precgraph.compile(actor, "infer", infer, backend)
     report = precgraph.check(actor, program)
-    digest: str = actor.precgraph.graph.digest()
-    exact = report.ok and _invariant(program) and program.precgraph.graph.digest() == digest
+    digest: str = actor.precgraph.digest
+    exact = report.ok and _invariant(program) and program.precgraph.digest == digest
     pair = Pair(actor, program, reference, report, exact, digest)
     if not pair.exact and not config.allow_mismatch:
         raise InconsistentError(

@@ -66,7 +66,7 @@ class EmbeddedRollout:
 
     def __init__(self, program: Any, table: RolloutTable, *, exact: bool = True) -> None:
         self.program = program
-        self.digest: str = program.precgraph.graph.digest()
+        self.digest: str = program.precgraph.digest
         self._table = table
         self._check = exact
         self._engine: Engine | None = None

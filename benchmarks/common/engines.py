@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from benchmarks.common.options import need_gpu, writable
+from benchmarks.common.options import above_zero, need_gpu, writable
 from benchmarks.common.results import FILE, Result, append
 
 ROOT = Path(__file__).parents[2]
@@ -41,9 +41,9 @@ def report(**values: Any) -> None:
 
 def add_options(parser: argparse.ArgumentParser, limit: float, names: Sequence[str]) -> None:
     """The options that :func:`drive` reads; ``names`` are those that it may be given."""
-    parser.add_argument("--limit", type=float, default=limit, help="seconds that one part may take")
+    parser.add_argument("--limit", type=above_zero, default=limit, help="seconds that one part may take")
     parser.add_argument("--logs", type=Path, default=Path("/tmp/precgraph-benchmarks/logs"))
-    parser.add_argument("--results", type=writable, default=FILE, help="another file than benchmarks/results.csv")
+    parser.add_argument("--results", type=writable, default=str(FILE), help="another file than benchmarks/results.csv")
     parser.add_argument("--commit", help="the commit, where the tree has no history")
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)
 
@@ -62,7 +62,10 @@ def drive(
     if options.commit:
         os.environ["BENCHMARK_COMMIT"] = options.commit
     options.logs.mkdir(parents=True, exist_ok=True)
-    given = [a for a in sys.argv[1:] if a != "--"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # or a part, in a session of its own, would go on alone
+    # A part runs in the root of the tree, wherever this process does.
+    places = ["--logs", str(options.logs.absolute()), "--results", str(options.results.absolute())]
+    given = [*(a for a in sys.argv[1:] if a != "--"), *places]
     failed = []
     for name in names:
         begun = time.monotonic()

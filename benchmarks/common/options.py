@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -23,8 +24,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def above_zero(text: str) -> float:
+    """A finite number above 0, as an argparse type."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
+
+
 def rows_by_length(text: str) -> str:
-    """A batch such as ``4x2048``, as an argparse type."""
+    """A batch such as ``4x2048``, as an argparse type; the text, which results name it by."""
     if not re.fullmatch(r"[1-9][0-9]*x[1-9][0-9]*", text):
         raise argparse.ArgumentTypeError(f"{text!r} has not the form ROWSxLENGTH, such as 4x2048")
     return text

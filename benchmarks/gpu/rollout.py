@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.common.engines import add_options, drive, folder_of, qwen3_8b, random_model, report, smollm2
-from benchmarks.common.options import positive
+from benchmarks.common.options import above_zero, positive
 from benchmarks.common.results import Result
 from benchmarks.common.spans import ON_CARD, of_trace, tell
 
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup-len", type=positive, default=16, help="new tokens of the run that warms up")
     parser.add_argument("--layers", type=positive, default=36)
     parser.add_argument("--block-size", type=positive, help="tokens of a page of the cache, in precgraph's engines")
-    parser.add_argument("--cache", type=float, help="GiB of it, for engines that start while others hold memory")
+    parser.add_argument("--cache", type=above_zero, help="GiB of it, for engines that start while others hold memory")
     parser.add_argument("--profile", choices=SKIPPED)
     add_options(parser, limit=900, names=list(PARTS))
     return parser.parse_args()

@@ -111,8 +111,8 @@ def _fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     found: dict[str, int] = {}
     for device in {t.device for t in tensors.values()}:
         own = {name: t for name, t in tensors.items() if t.device == device}
-        whole = [name for name, t in own.items() if _is_words(t)]
-        groups = [whole, *([name] for name in own if name not in set(whole))]  # copies are made one at a time
+        copied = [name for name, t in own.items() if not _is_words(t)]  # one at a time: they take memory
+        groups = [[name for name, t in own.items() if _is_words(t)], *([name] for name in copied)]
         sums = [_weighted_sums([_words(own[name]) for name in group], device) for group in groups if group]
         found |= zip((name for group in groups for name in group), torch.cat(sums).tolist(), strict=True)
     return {name: value % (1 << 64) for name, value in found.items()}

@@ -173,23 +173,21 @@ def main() -> None:
 
 def variants(kind: str, options: argparse.Namespace, ids: Tensor) -> Iterator[tuple[str, Times]]:
     """Names and times of what is compared; ``again`` is our first one, to see whether the card has slowed down."""
-    if kind not in ("ours", "again"):
-        yield from peers(kind, options.layers, ids)
-        return
-    with fresh(options.layers) as model:
-        name = "precgraph FP8" + ", again" * (kind == "again")
-        yield name, measure_ours(model, ids, Recipe.jet_rl(), profiled=options.profile and kind == "ours")
+    plain = Recipe.jet_rl()
     if kind == "again":
-        return
-    for name, recipe in (("precgraph, X 128x128", wgrad_in_blocks()), ("precgraph BF16", same_kernels())):
         with fresh(options.layers) as model:
-            yield name, measure_ours(model, ids, recipe, profiled=False)
-    with fresh(options.layers) as model:
-        checkpoint_one_in_twelve(model)
-        yield (
-            "precgraph, one layer in twelve checkpointed",
-            measure_ours(model, ids, Recipe.jet_rl(), profiled=False),
-        )
+            yield "precgraph FP8, again", measure_ours(model, ids, plain, profiled=False)
+    elif kind == "ours":
+        with fresh(options.layers) as model:
+            yield "precgraph FP8", measure_ours(model, ids, plain, profiled=options.profile)
+        for name, recipe in (("precgraph, X 128x128", wgrad_in_blocks()), ("precgraph BF16", same_kernels())):
+            with fresh(options.layers) as model:
+                yield name, measure_ours(model, ids, recipe, profiled=False)
+        with fresh(options.layers) as model:
+            checkpoint_one_in_twelve(model)
+            yield "precgraph, one layer in twelve checkpointed", measure_ours(model, ids, plain, profiled=False)
+    else:
+        yield from peers(kind, options.layers, ids)
 
 
 def tokens(batch: str) -> Tensor:

@@ -20,6 +20,14 @@ class Place(NamedTuple):
     path: str
 
 
+class Hooks(NamedTuple):
+    """One kind of a submodule's hooks, the keys of those that act, and its path; no two hooks ever have one key."""
+
+    now: Mapping[int, Any]
+    keys: tuple[int, ...]
+    path: str
+
+
 @dataclass(frozen=True, slots=True)
 class Places:
     """Everything that a model's modules held when it was compiled, and which hooks its submodules had.
@@ -29,9 +37,7 @@ class Places:
     """
 
     held: tuple[Place, ...] = ()
-    hooks: tuple[Mapping[int, Any], ...] = ()
-    keys: tuple[tuple[int, ...], ...] = ()  # of those that act, in each of ``hooks``; no two hooks ever have one key
-    hooked: tuple[str, ...] = ()  # the path of each
+    hooks: tuple[Hooks, ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
@@ -42,12 +48,12 @@ class Places:
             for owner in (module._modules, module._parameters, module._buffers)
             for name, value in owner.items()
         )
-        hooks = [
-            (hooks, prefix) for prefix, module in modules[1:]
-            for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
-                          module._backward_pre_hooks)
-        ]  # fmt: skip
-        return cls(held, tuple(h for h, _ in hooks), tuple(_acting(h) for h, _ in hooks), tuple(p for _, p in hooks))
+        hooks = tuple(
+            Hooks(now, _acting(now), prefix) for prefix, module in modules[1:]
+            for now in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+                        module._backward_pre_hooks)
+        )  # fmt: skip
+        return cls(held, hooks)
 
     def require_same(self) -> None:
         """StaleWeightsError for a part that was replaced, UnsupportedModelError for a hook that would not run."""
@@ -56,13 +62,12 @@ class Places:
                 raise StaleWeightsError(
                     "it was replaced after the model was compiled", path=path, remedy="compile the model again"
                 )
-        if tuple(map(tuple, self.hooks)) != self.keys:
-            for hooks, keys, path in zip(self.hooks, self.keys, self.hooked, strict=True):
-                if _acting(hooks) != keys:
-                    raise UnsupportedModelError(
-                        "its hooks have changed since the model was compiled, and a program runs none", path=path,
-                        remedy="register forward hooks before compiling, or remove the new ones",
-                    )  # fmt: skip
+        for now, keys, path in self.hooks:
+            if tuple(now) != keys and _acting(now) != keys:
+                raise UnsupportedModelError(
+                    "its hooks have changed since the model was compiled, and a program runs none", path=path,
+                    remedy="register forward hooks before compiling, or remove the new ones",
+                )  # fmt: skip
 
 
 def _acting(hooks: Mapping[int, Any]) -> tuple[int, ...]:

@@ -11,12 +11,14 @@ from typing import Any
 SECONDS = 1.0  # between two looks at the processes
 
 
-def answered(core: Any, call: Callable[[], Any]) -> Any:
-    """``call()``, unless the processes of ``core``, vLLM's client of an engine, die: then the error of that.
+def in_this_process(core: Any) -> bool:
+    """Whether the engine of ``core``, vLLM's client of it, has no processes of its own."""
+    return not hasattr(core, "ensure_alive")
 
-    An engine in this process has no ``ensure_alive``, which raises once they have.
-    """
-    if not hasattr(core, "ensure_alive"):
+
+def answered(core: Any, call: Callable[[], Any]) -> Any:
+    """``call()``, unless the processes of the engine die: then the error of that."""
+    if in_this_process(core):
         return call()
     answer: Future[Any] = Future()
 
@@ -38,7 +40,7 @@ def deaths_end_steps(core: Any) -> Iterator[None]:
 
     Not by another thread that steps, as above: after Ctrl-C it would go on stepping.
     """
-    if not hasattr(core, "ensure_alive"):
+    if in_this_process(core):
         yield
         return
     over = Event()

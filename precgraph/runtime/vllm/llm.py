@@ -19,7 +19,7 @@ from precgraph.runtime.engine import Completion, prompt_ids
 from precgraph.runtime.sampling import require_finite
 from precgraph.runtime.store import WeightStore
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, register
-from precgraph.runtime.vllm.alive import answered, deaths_end_steps
+from precgraph.runtime.vllm.alive import answered, deaths_end_steps, in_this_process
 from precgraph.runtime.vllm.arguments import refuse, whole_digest
 from precgraph.runtime.vllm.ipc import Handles
 from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state, rare_full_collections
@@ -154,7 +154,7 @@ class LLM:
         """End the requests of a generate() that broke off: vLLM would go on with them in the next."""
         from vllm import SamplingParams as VllmParams
 
-        what = f"generate() broke off with {type(cause).__name__}: {cause}".removesuffix(": ")
+        what = _broke_off("generate", cause)
         self._broken = f"{what}, and then the end of its requests did"  # unless all below is done
         try:
             front = self.engine.llm_engine
@@ -220,7 +220,7 @@ class LLM:
         except PrecGraphError:
             raise
         except BaseException as error:  # Ctrl-C: the worker may have the new weights, and keys of the old ones
-            self._broken = f"sync() broke off with {type(error).__name__}: {error}".removesuffix(": ")
+            self._broken = _broke_off("sync", error)
             raise
         self._served = version
         return version
@@ -349,8 +349,8 @@ class LLM:
         """What vLLM's engines in this process share, as one of it; None for an engine in a process of its own."""
         from vllm.distributed.parallel_state import get_tp_group, model_parallel_is_initialized
 
-        own_process = hasattr(self.engine.llm_engine.engine_core, "ensure_alive")
-        return None if own_process or not model_parallel_is_initialized() else get_tp_group()
+        shared = in_this_process(self.engine.llm_engine.engine_core) and model_parallel_is_initialized()
+        return get_tp_group() if shared else None
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """A method of every worker; its typed errors are raised here."""
@@ -373,3 +373,7 @@ class LLM:
                     f"the engine runs program {digest[:12]}, the trainer {wanted[:12]}",
                     remedy="use one recipe, one precgraph and one torch on both sides; precgraph digest prints it",
                 )
+
+
+def _broke_off(method: str, cause: BaseException) -> str:
+    return f"{method}() broke off with {type(cause).__name__}: {cause}".removesuffix(": ")

@@ -145,10 +145,16 @@ def _interrupted(llm: Any, monkeypatch: pytest.MonkeyPatch, at: int, engine: Ite
 
 
 def _children() -> set[int]:
-    """Processes that this one has started."""
+    """Engines that run as processes of this one. One that an earlier test killed may still be a zombie, without a command
+    line, or be gone before it is asked."""
     import psutil
 
-    return {p.pid for p in psutil.Process().children(recursive=True) if "EngineCore" in " ".join(p.cmdline())}
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "EngineCore" in " ".join(process.cmdline()):
+                found.add(process.pid)
+    return found
 
 
 def test_another_digest_is_refused_across_processes(

@@ -145,7 +145,7 @@ def _interrupted(llm: Any, monkeypatch: pytest.MonkeyPatch, at: int, engine: Ite
 
 
 def _children() -> set[int]:
-    """Engines that run as processes of this one. One that an earlier test killed may still be a zombie, without a command
+    """Engines in processes of their own. One that an earlier test killed may still be a zombie, without a command
     line, or be gone before it is asked."""
     import psutil
 

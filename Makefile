@@ -56,6 +56,10 @@ test-vllm: $(VLLM_STAMP) ## the tests in real vLLM on the CPU, in an environment
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile -m vllm tests/vllm tests/test_stacks.py \
 		$(PYTEST_ARGS)
 
+.PHONY: test-kernels
+test-kernels: $(VLLM_STAMP) ## the tests of the Triton kernels at small sizes, in Triton's interpreter on the CPU
+	@TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 -m 'not gpu' tests/gpu $(PYTEST_ARGS)
+
 .PHONY: test-torchao
 test-torchao: $(TORCHAO)/.installed ## torchao's own quantisers against our recipe of them
 	@OMP_NUM_THREADS=1 PYTHONPATH=.:$(TORCHAO) $(BIN)/python -m pytest tests/test_stacks.py -k torchaos_own $(PYTEST_ARGS)

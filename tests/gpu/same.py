@@ -9,6 +9,7 @@ from torch import Tensor
 
 from precgraph.format import Format
 from precgraph.quantizer import QTensor, quantize
+from tests.gpu.device import DEVICE
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 ROWS, TOKENS = Format("float8_e4m3fn", "1x128"), Format("float8_e4m3fn", "128x1")
@@ -47,14 +48,14 @@ def assert_quantized(q: QTensor, x: Tensor, fmt: Format) -> None:
 
 def awkward(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Random values of every magnitude, with zeros of both signs, subnormals, whole zero rows and one large value."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-    x = torch.randn(shape, generator=generator, device="cuda")
-    magnitudes = torch.randint(-30, 30, (*shape[:-1], 1), generator=generator, device="cuda")
-    choice = torch.rand((*shape[:-1], 1), generator=generator, device="cuda")
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x = torch.randn(shape, generator=generator, device=DEVICE)
+    magnitudes = torch.randint(-30, 30, (*shape[:-1], 1), generator=generator, device=DEVICE)
+    choice = torch.rand((*shape[:-1], 1), generator=generator, device=DEVICE)
     x = torch.where(choice < 0.3, x * torch.exp2(magnitudes.float()), x)
     x = torch.where(choice > 0.95, x * 1e-39, x)
     x = torch.where((choice > 0.9) & (choice < 0.95), x * 0.0, x)
-    spots = torch.rand(shape, generator=generator, device="cuda")
+    spots = torch.rand(shape, generator=generator, device=DEVICE)
     x = torch.where(spots < 0.02, -0.0, x)
     return torch.where(spots > 0.9995, 3e4 * x, x).to(dtype)
 
@@ -62,9 +63,9 @@ def awkward(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> 
 def extreme(*shape: int, seed: int = 0) -> Tensor:
     """:func:`awkward` in bf16, where a third of the rows have infinities, NaN, the largest and the least values."""
     x = awkward(*shape, seed=seed)
-    generator = torch.Generator("cuda").manual_seed(seed + 1000)
+    generator = torch.Generator(DEVICE).manual_seed(seed + 1000)
     ends = [float("inf"), float("-inf"), float("nan"), 3.3e38, -3.3e38, 1.1e-38, 9.2e-41, -9.2e-41]
-    chosen = torch.randint(len(ends), shape, generator=generator, device="cuda")
-    rows = torch.rand((*shape[:-1], 1), generator=generator, device="cuda") < 1 / 3
-    spots = torch.rand(shape, generator=generator, device="cuda") < 2 / shape[-1]
-    return torch.where(rows & spots, torch.tensor(ends, device="cuda").bfloat16()[chosen], x)
+    chosen = torch.randint(len(ends), shape, generator=generator, device=DEVICE)
+    rows = torch.rand((*shape[:-1], 1), generator=generator, device=DEVICE) < 1 / 3
+    spots = torch.rand(shape, generator=generator, device=DEVICE) < 2 / shape[-1]
+    return torch.where(rows & spots, torch.tensor(ends, device=DEVICE).bfloat16()[chosen], x)

@@ -8,18 +8,20 @@ from torch import Tensor
 
 from precgraph.runtime.logprobs import logprobs_from_logits
 from precgraph.runtime.sampling import Rows, SamplingParams, ranks, sample
+from tests.gpu.device import DEVICE, KERNELS, gpu_only, sizes
 
-pytestmark = pytest.mark.gpu
-VOCABULARIES = (997, 4096, 9001, 151936)
+pytestmark = KERNELS
+ON_A_GPU = gpu_only("precgraph.runtime takes these kernels for tensors on a GPU alone")
+VOCABULARIES = sizes((997, 4096, 9001, 151936), (997, 4096, 9001))
 
 
-def batch(width: int, rows: int = 67) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(width)
-    logits = 2 * torch.randn(rows, width + 8, device="cuda", generator=generator)[:, :width]
+def batch(width: int, rows: int = sizes(67, 19)) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(width)
+    logits = 2 * torch.randn(rows, width + 8, device=DEVICE, generator=generator)[:, :width]
     logits[3, : width // 2] = -torch.inf
     logits[5, -1] = 40.0
-    temperature = 0.3 + 1.5 * torch.rand(rows, device="cuda", generator=generator)
-    quantiles = torch.rand(rows, device="cuda", dtype=torch.float64, generator=generator)
+    temperature = 0.3 + 1.5 * torch.rand(rows, device=DEVICE, generator=generator)
+    quantiles = torch.rand(rows, device=DEVICE, dtype=torch.float64, generator=generator)
     quantiles[0], quantiles[1] = 0.0, 1 - 2.0**-53
     return logits, temperature, quantiles
 
@@ -53,14 +55,17 @@ def test_a_row_draws_alone_what_it_draws_in_a_batch(width: int) -> None:
 
 @pytest.mark.parametrize("width", VOCABULARIES)
 def test_ranks(width: int) -> None:
+    from precgraph.lowering.triton.draw import ranks
+
     logits = batch(width)[0]
     logits[7, ::2] = logits[7, 1]  # many that are equal
     logits[9, 4] = torch.nan
-    ids = torch.arange(logits.shape[0], device="cuda") * 5 % width
+    ids = torch.arange(logits.shape[0], device=DEVICE) * 5 % width
     ids[3], ids[5], ids[9] = 0, width - 1, 4  # minus infinity, the largest, NaN
     assert torch.equal(ranks(logits, ids), (logits >= logits.gather(1, ids[:, None])).sum(1))
 
 
+@ON_A_GPU
 def test_bf16_logits_are_read_as_fp32() -> None:
     logits, temperature, quantiles = batch(9001)
     params = [SamplingParams(temperature=t) for t in temperature.tolist()]
@@ -69,6 +74,7 @@ def test_bf16_logits_are_read_as_fp32() -> None:
     assert torch.equal(one.ids, other.ids) and torch.equal(one.logprobs, other.logprobs)
 
 
+@ON_A_GPU
 def test_shares_of_draws_are_probabilities() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
     draws = 10_000
@@ -80,6 +86,7 @@ def test_shares_of_draws_are_probabilities() -> None:
 GREEDY, WHOLE, CUT = SamplingParams(temperature=0), SamplingParams(temperature=0.7), SamplingParams(top_p=0.9, top_k=40)
 
 
+@ON_A_GPU
 @pytest.mark.parametrize("kinds", [[GREEDY, WHOLE, CUT] * 2, [WHOLE] * 6], ids=["of all kinds", "of whole rows"])
 def test_a_batch_does_not_wait(kinds: list[SamplingParams]) -> None:
     """torch raises where the host would wait for the device. A row gets what it gets in any other batch."""
@@ -92,7 +99,7 @@ def test_a_batch_does_not_wait(kinds: list[SamplingParams]) -> None:
         ranks(logits, found.ids)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    temperature = torch.tensor([p.temperature or 1.0 for p in kinds], device="cuda")
+    temperature = torch.tensor([p.temperature or 1.0 for p in kinds], device=DEVICE)
     assert torch.equal(found.logprobs, logprobs_from_logits(logits, found.ids, temperature))
     for i, kind in enumerate(kinds):
         alone = sample(logits[i : i + 1], [kind], uniforms[i : i + 1])
@@ -101,6 +108,7 @@ def test_a_batch_does_not_wait(kinds: list[SamplingParams]) -> None:
         assert not kind.greedy or found.ids[i] == logits[i].argmax()
 
 
+@ON_A_GPU
 def test_nan_is_seen_in_the_log_probability_and_gives_a_token_of_the_vocabulary() -> None:
     logits = batch(9001)[0][:3]
     logits[1, 17] = torch.nan
@@ -109,11 +117,12 @@ def test_nan_is_seen_in_the_log_probability_and_gives_a_token_of_the_vocabulary(
     assert found.logprobs.isnan().tolist() == [False, True, False]
 
 
+@ON_A_GPU
 def test_log_probabilities_and_entropies_differentiate_as_torchs() -> None:
     logits, temperature, _ = batch(9001, 16)
     mine = logits.clone().requires_grad_()
     oracle = logits.double().requires_grad_()
-    ids = torch.arange(16, device="cuda") * 7 + 5000
+    ids = torch.arange(16, device=DEVICE) * 7 + 5000
     for entropy in (False, True):
         found = logprobs_from_logits(mine, ids, temperature, entropy=True)
         logp = torch.log_softmax(oracle / temperature.double()[:, None], -1)

@@ -10,17 +10,18 @@ import torch
 pytest.importorskip("triton")
 from precgraph.lowering.reference import elementwise
 from precgraph.lowering.triton import gated
+from tests.gpu.device import DEVICE, KERNELS, sizes
 from tests.gpu.same import ROWS, RULES, TOKENS, assert_quantized, awkward, same_bits
 
-pytestmark = pytest.mark.gpu
+pytestmark = KERNELS
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-COUNTS = (1, 7, 129, 1000)
+COUNTS = sizes((1, 7, 129, 1000), (1, 129))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_gate(activation: str) -> None:
-    gate = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device="cuda").view(torch.bfloat16).view(512, 128)
+    gate = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16, device=DEVICE).view(torch.bfloat16).view(512, 128)
     gate = torch.where(gate.isfinite(), gate, 0.5)
     up, dy = awkward(512, 128, seed=1), awkward(512, 128, seed=2)
     assert same_bits(gated.gated(gate, up, activation), elementwise.gated(gate, up, activation))
@@ -29,11 +30,11 @@ def test_every_gate(activation: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("width", [384, 1408])
+@pytest.mark.parametrize("width", sizes([384, 1408], [384]))
 def test_fused_with_the_quantisers_on_column_slices(activation: str, width: int) -> None:
     for count in COUNTS:
-        gate, up = torch.randn(1, count, 2 * width, device="cuda").bfloat16().split(width, dim=-1)
-        dy = torch.randn(1, count, width, device="cuda").bfloat16() * 1e-3
+        gate, up = torch.randn(1, count, 2 * width, device=DEVICE).bfloat16().split(width, dim=-1)
+        dy = torch.randn(1, count, width, device=DEVICE).bfloat16() * 1e-3
         value = elementwise.gated(gate, up, activation)
         made = gated.fused_gated(gate, up, activation, rows_fmt=ROWS)
         assert made.rows is not None and made.value is None
@@ -94,7 +95,7 @@ def test_awkward_values_in_every_layout(activation: str) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule(rule: str) -> None:
     rows_fmt, tokens_fmt = replace(ROWS, **RULES[rule]), replace(TOKENS, **RULES[rule])
-    dy, gate, up = (awkward(300, 384, seed=i) for i in range(3))
+    dy, gate, up = (awkward(sizes(300, 130), 384, seed=i) for i in range(3))
     value, right = elementwise.gated(gate, up, "silu"), elementwise.gated_backward(dy, gate, up, "silu")
     made = gated.fused_gated(gate, up, "silu", rows_fmt=rows_fmt, tokens_fmt=tokens_fmt)
     grads = gated.fused_gated_backward(dy, gate, up, "silu", rows_fmt=rows_fmt, tokens_fmt=tokens_fmt)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from precgraph.lowering.reference import elementwise
 from precgraph.lowering.triton import norm
+from precgraph.lowering.triton.reductions import sum_rows
+from tests.gpu.device import DEVICE, KERNELS, sizes
 from tests.gpu.same import ROWS, TOKENS, assert_quantized, awkward, extreme, same_bits
 
-pytestmark = pytest.mark.gpu
+pytestmark = KERNELS
 
 EPS = 1e-6
-COUNTS = (1, 7, 64, 129, 1000)
+COUNTS = sizes((1, 7, 64, 129, 1000), (1, 35))
 
 
-@pytest.mark.parametrize("width", [64, 576, 1000, 4096, 5120, 12288])
+@pytest.mark.parametrize("width", sizes([64, 576, 1000, 4096, 5120, 12288], [64, 576, 1000]))
 def test_forward(width: int) -> None:
     weight = awkward(1, width, seed=9)[0]
     for count in COUNTS:
@@ -28,10 +31,10 @@ def test_forward(width: int) -> None:
         assert made.normed is not None and same_bits(made.normed, elementwise.rms_norm(x + residual, weight, EPS))
 
 
-@pytest.mark.parametrize("width", [576, 4096])
+@pytest.mark.parametrize("width", sizes([576, 4096], [576, 256]))
 def test_fused_with_the_residual_and_the_quantisers(width: int) -> None:
-    weight = 1 + 0.1 * torch.randn(width, device="cuda").bfloat16()
-    for count in COUNTS:
+    weight = 1 + 0.1 * torch.randn(width, device=DEVICE).bfloat16()
+    for count in sizes(COUNTS, (1, 129)):
         x, residual = awkward(1, count, width, seed=1), awkward(1, count, width, seed=2)
         summed = x + residual
         right = elementwise.rms_norm(summed, weight, EPS)
@@ -51,11 +54,11 @@ def test_fused_with_the_residual_and_the_quantisers(width: int) -> None:
             assert_quantized(made.tokens, elementwise.rms_norm(x, weight, EPS), TOKENS)
 
 
-@pytest.mark.parametrize("width", [576, 4096, 8192])
+@pytest.mark.parametrize("width", sizes([576, 4096, 8192], [576, 256]))
 def test_backward(width: int) -> None:
-    weight = 1 + 0.1 * torch.randn(width, device="cuda").bfloat16()
+    weight = 1 + 0.1 * torch.randn(width, device=DEVICE).bfloat16()
     for count in COUNTS:
-        x, dy, other = (torch.randn(1, count, width, device="cuda").bfloat16() for _ in range(3))
+        x, dy, other = (torch.randn(1, count, width, device=DEVICE).bfloat16() for _ in range(3))
         dx, _ = elementwise.rms_norm_backward(dy, x, weight, EPS)
         mine, dweight = norm.rms_norm_backward(dy, x, weight, EPS)
         assert same_bits(mine, dx)
@@ -68,7 +71,7 @@ def test_backward(width: int) -> None:
         assert bool((error <= 2.0**-8 * terms.sum((0, 1)).abs() + 1e-6 * terms.abs().sum((0, 1))).all())
 
 
-@pytest.mark.parametrize("width", [64, 576, 4096, 12288])
+@pytest.mark.parametrize("width", sizes([64, 576, 4096, 12288], [64, 1000]))
 def test_backward_of_extreme_values(width: int) -> None:
     weight = awkward(1, width, seed=9)[0]
     for count in COUNTS:
@@ -81,3 +84,16 @@ def test_strided_rows() -> None:
     wide = awkward(1, 100, 2048)
     x, weight = wide[..., 512:1088], awkward(1, 576, seed=3)[0]
     assert same_bits(norm.rms_norm(x, weight, EPS), elementwise.rms_norm(x, weight, EPS))
+
+
+@pytest.mark.parametrize("count", [1, 128, 513, 1300])
+def test_rows_are_summed_in_their_order(count: int) -> None:
+    """128 at a time, then those sums by halves."""
+    partial = torch.randn(count, 20, device=DEVICE)
+    total = torch.zeros(128, 20, device=DEVICE)
+    for rows in F.pad(partial, (0, 0, 0, -count % 128)).split(128):
+        total = total + rows
+    while total.shape[0] > 1:
+        low, high = total.chunk(2)
+        total = low + high
+    assert same_bits(sum_rows(partial, torch.float32), total[0])

@@ -6,23 +6,24 @@ import pytest
 import torch
 
 from precgraph.errors import InputError
+from tests.gpu.device import DEVICE, KERNELS, sizes
 
-pytestmark = pytest.mark.gpu
+pytestmark = KERNELS
 
 
 @pytest.mark.parametrize("page", [16, 128])
 @pytest.mark.parametrize(("heads", "width"), [(8, 128), (3, 64), (5, 80), (1, 256)])
-@pytest.mark.parametrize("rows", [1, 67, 1000])
+@pytest.mark.parametrize("rows", sizes([1, 67, 1000], [1, 67]))
 def test_pages(rows: int, heads: int, width: int, page: int) -> None:
     from precgraph.lowering.triton.pages import store_pages
 
     pages = 2 + rows // page
-    projected = torch.randn(rows + 3, 2 * heads * width + 64, device="cuda").bfloat16()  # keys, values, another part
+    projected = torch.randn(rows + 3, 2 * heads * width + 64, device=DEVICE).bfloat16()  # keys, values, another part
     keys, values = (projected[:, i * heads * width :][:, : heads * width].unflatten(1, (heads, width)) for i in (0, 1))
-    slots = torch.randperm(pages * page, device="cuda")[:rows]
+    slots = torch.randperm(pages * page, device=DEVICE)[:rows]
     if rows > 1:
         slots[rows // 2] = -1
-    cache = torch.randn(pages, heads, page, 2 * width, device="cuda").bfloat16()  # as vLLM lays it out
+    cache = torch.randn(pages, heads, page, 2 * width, device=DEVICE).bfloat16()  # as vLLM lays it out
     right = cache.clone()
     taken = slots >= 0
     at = (slots[taken] // page, slice(None), slots[taken] % page)
@@ -34,8 +35,8 @@ def test_pages(rows: int, heads: int, width: int, page: int) -> None:
 def test_foreign_layouts_are_refused() -> None:
     from precgraph.lowering.triton.pages import store_pages
 
-    keys, slots = torch.zeros(4, 2, 64, device="cuda", dtype=torch.bfloat16), torch.arange(4, device="cuda")
-    pages = torch.zeros(3, 16, 2, 64, device="cuda", dtype=torch.bfloat16)
+    keys, slots = torch.zeros(4, 2, 64, device=DEVICE, dtype=torch.bfloat16), torch.arange(4, device=DEVICE)
+    pages = torch.zeros(3, 16, 2, 64, device=DEVICE, dtype=torch.bfloat16)
     with pytest.raises(InputError, match="float32"):
         store_pages(keys, keys, pages.float(), pages.float(), slots)
     with pytest.raises(InputError, match="slots"):

@@ -11,12 +11,13 @@ from precgraph import ops
 from precgraph.errors import InputError
 from precgraph.lowering.reference import elementwise
 from precgraph.lowering.triton import rope
+from tests.gpu.device import DEVICE, KERNELS, sizes
 from tests.gpu.same import extreme, same_bits
 
-pytestmark = pytest.mark.gpu
+pytestmark = KERNELS
 
 EPS = 1e-6
-COUNTS = (1, 7, 129, 1000)
+COUNTS = sizes((1, 7, 129, 1000), (1, 17))
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
@@ -26,15 +27,15 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 def inputs(count: int, head: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """x and dy [1, T, 6, D], both column slices; weight; cos and sin of real positions."""
-    x, dy = (torch.randn(1, count, 10 * head, device="cuda").bfloat16() for _ in range(2))
+    x, dy = (torch.randn(1, count, 10 * head, device=DEVICE).bfloat16() for _ in range(2))
     heads = [ops.split_heads(t[..., 2 * head : 8 * head], head) for t in (x, dy)]
-    weight = 1 + 0.1 * torch.randn(head, device="cuda").bfloat16()
-    inv_freq = 1.0 / 10000 ** (torch.arange(0, head, 2, device="cuda") / head)
-    cos, sin = ops.rope_table(torch.arange(count, device="cuda")[None], inv_freq, 1.0, dtype)
+    weight = 1 + 0.1 * torch.randn(head, device=DEVICE).bfloat16()
+    inv_freq = 1.0 / 10000 ** (torch.arange(0, head, 2, device=DEVICE) / head)
+    cos, sin = ops.rope_table(torch.arange(count, device=DEVICE)[None], inv_freq, 1.0, dtype)
     return heads[0], heads[1], weight, cos, sin
 
 
-@pytest.mark.parametrize("head", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head", sizes([64, 80, 96, 128, 256], [64, 80, 128]))
 def test_forward(head: int) -> None:
     for count in COUNTS:
         x, _, weight, cos, sin = inputs(count, head)
@@ -44,7 +45,7 @@ def test_forward(head: int) -> None:
         assert same_bits(rope.norm_rope(x, weight, EPS, cos, sin), ops.rope(normed, cos, sin))
 
 
-@pytest.mark.parametrize("head", [64, 80, 128, 256])
+@pytest.mark.parametrize("head", sizes([64, 80, 128, 256], [64, 80]))
 def test_backward(head: int) -> None:
     for count in COUNTS:
         x, dy, weight, cos, sin = inputs(count, head)
@@ -62,7 +63,7 @@ def test_backward(head: int) -> None:
 
 
 @pytest.mark.parametrize("head", [64, 80, 128])
-@pytest.mark.parametrize("heads", [1, 5, 32])
+@pytest.mark.parametrize("heads", sizes([1, 5, 32], [1, 5]))
 def test_extreme_values(head: int, heads: int) -> None:
     for count in COUNTS[:3]:
         _, _, weight, cos, sin = inputs(count, head)
@@ -89,18 +90,19 @@ def test_wide_rope_with_fp32_tables() -> None:
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("head", [64, 80, 128])
-@pytest.mark.parametrize("heads", [(32, 8), (9, 3), (4, 1), (1, 2)])
+@pytest.mark.parametrize("heads", sizes([(32, 8), (9, 3), (4, 1), (1, 2)], [(4, 1), (1, 2)]))
 def test_q_and_k_in_one_launch(heads: tuple[int, int], head: int, wide: bool) -> None:
-    """The bits of two launches and of the reference; q and k are slices of one projection, or tensors of their own."""
+    """The bits of two launches and of the reference; q and k are slices of one projection or have other strides."""
     H, H_K = heads
     turn = elementwise.wide_rope if wide else ops.rope
-    for count in (*range(1, 20), 64, 129, 300):
+    for count in sizes((*range(1, 20), 64, 129, 300), (1, 9)):
         _, _, weight, cos, sin = inputs(count, head)
         weights = [weight, weight.flip(0) + 0.5]
         joint = extreme(1, count, (H + 2 * H_K) * head, seed=count)
         slices = joint[..., : H * head], joint[..., H * head : (H + H_K) * head]
         q, k = (ops.split_heads(part, head) for part in slices)
-        for pair in ([q, k], [q.contiguous(), k]):
+        spread = k.repeat_interleave(2, dim=2)[:, :, ::2]
+        for pair in ([q, k], [q.contiguous(), k], [q, spread]):
             plain = rope.rotate(pair, [], 0.0, cos, sin, wide)
             normed = rope.rotate(pair, weights, EPS, cos, sin, wide)
             assert len(plain) == len(normed) == 2

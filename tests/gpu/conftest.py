@@ -1,0 +1,10 @@
+"""Under TRITON_INTERPRET=1, Triton's interpreter is put in order before a test imports a kernel."""
+
+from __future__ import annotations
+
+from tests.gpu.device import INTERPRETED
+
+if INTERPRETED:
+    from tests.gpu import interpreter
+
+    interpreter.install()

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,48 +184,56 @@ def test_tensor_parallel_is_a_typed_error(checkpoint: Callable[..., Any], start:
 
 
 @pytest.mark.vllm
-def test_the_v2_runner_is_refused_where_it_is_asked_for(
+def test_which_runner_is_taken(
     checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has a sampler of its own: running on V1 all the same would not be what was asked for."""
-    from vllm.engine.arg_utils import EngineArgs
+    """V1, and V2 where it is asked for and requests can be refused."""
+    from precgraph.runtime.vllm import config
+    from precgraph.runtime.vllm.params import ExactGate
 
-    overrides = {**ARCHITECTURES, "precgraph": "jet_rl"}
-    args = EngineArgs(checkpoint("qwen3")[1], skip_tokenizer_init=True, hf_overrides=overrides)
-    monkeypatch.setenv(RUNNER, "1")
-    with pytest.raises(Exception, match=f"{RUNNER}=1: .*; unset {RUNNER}"):
+    args = _engine_args(checkpoint("qwen3")[1])
+    monkeypatch.setenv(RUNNER, "2")
+    with pytest.raises(Exception, match=f"{RUNNER}=2 is neither 0 nor 1; unset it"):
         args.create_engine_config()
-    with pytest.raises(UnsupportedModelError, match=f"{RUNNER}=1"):
+    with pytest.raises(UnsupportedModelError, match=f"{RUNNER}=2"):
         start(checkpoint("qwen3")[1])
-    assert os.environ[RUNNER] == "1"
-    monkeypatch.setenv(RUNNER, "0")
+    assert os.environ[RUNNER] == "2"
+    processor = config.v2_processor()
+    assert processor is not None and issubclass(ExactGate, processor)
+    monkeypatch.setattr(config, "v2_processor", lambda: None)  # as in 0.26
+    monkeypatch.setenv(RUNNER, "1")
+    with pytest.raises(Exception, match=f"{RUNNER}=1: the V2 runner of this vLLM takes no .*by precgraph.vllm.LLM"):
+        args.create_engine_config()
+    config.require_gate(SimpleNamespace(additional_config={"precgraph": {"gated": True}}))
+    monkeypatch.delenv(RUNNER)
     assert not args.create_engine_config().use_v2_model_runner
 
 
 @pytest.mark.vllm
-def test_the_v2_runner_is_refused_where_vllm_takes_it_anyway(
-    checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_runner_that_vllm_takes_all_the_same(checkpoint: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Some settings of vLLM's override the variable: in the front end, or in the process of a worker alone."""
     from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     from precgraph.runtime.vllm.worker import ExactWorker
 
+    monkeypatch.setenv(RUNNER, "0")
     worker = ExactWorker()
     worker.model_runner = type("GPUModelRunner", (), {"__module__": "vllm.v1.worker.gpu.model_runner"})()
-    with pytest.raises(UnsupportedModelError, match=r"the model runner of vllm.v1.worker.gpu.model_runner: it draws"):
+    with pytest.raises(UnsupportedModelError, match=f"runner of vllm.v1.worker.gpu.model_runner although {RUNNER}=0"):
         worker.load_model()
     worker.model_runner = GPUModelRunner.__new__(GPUModelRunner)
     with pytest.raises(AttributeError, match="load_model"):  # gets as far as vLLM's own worker, which is missing here
         worker.load_model()
-    overrides = {**ARCHITECTURES, "precgraph": "jet_rl"}
-    args = EngineArgs(checkpoint("qwen3")[1], skip_tokenizer_init=True, hf_overrides=overrides)
-    monkeypatch.setenv(RUNNER, "0")
     monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
-    with pytest.raises(Exception, match=f"takes its V2 model runner although {RUNNER}=0"):
-        args.create_engine_config()
+    with pytest.raises(Exception, match=f"takes its other model runner although {RUNNER}=0"):
+        _engine_args(checkpoint("qwen3")[1]).create_engine_config()
+
+
+def _engine_args(path: str) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(path, skip_tokenizer_init=True, hf_overrides={**ARCHITECTURES, "precgraph": "jet_rl"})
 
 
 @pytest.mark.vllm

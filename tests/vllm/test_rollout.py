@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import precgraph
 from precgraph.errors import InputError
 from precgraph.runtime.engine import Engine
 from precgraph.runtime.sampling import SamplingParams
+from precgraph.runtime.vllm import RUNNER
 from precgraph.runtime.vllm.temperature import LEAST
 from tests.families import CAUSAL_LMS, MORE_LMS
 from tests.vllm.conftest import largest_difference
@@ -64,6 +66,27 @@ def test_every_token_equals_the_trainers(pair: tuple[Any, Any], prompts: list[li
     assert {s.digest for s in first} == {actor.precgraph.graph.digest()} and {s.weights_version for s in first} == {1}
 
 
+def test_preempted_requests_go_on_where_they_were(
+    checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages run out: some requests give theirs back; what they have written is read again, as a prompt in chunks."""
+    model, path = checkpoint("qwen3")
+    actor = precgraph.compile(model, "train")
+    llm = start(path, block_size=16, num_gpu_blocks_override=64, max_num_batched_tokens=48, enable_prefix_caching=False)
+    scheduler, preempted = llm.engine.llm_engine.engine_core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+    monkeypatch.setattr(
+        scheduler, "_preempt_request", lambda r, *args, **named: [preempted.append(r), preempt(r, *args, **named)][1]
+    )
+    params = [SamplingParams(max_tokens=120, temperature=0.7, top_p=0.8, seed=i) for i in range(9)]
+    samples = llm.generate(prompts, params)
+    assert max(r.num_output_tokens for r in preempted) > 48
+    assert largest_difference(actor, samples, 0.7) == 0.0
+    theirs = Engine(precgraph.compile(actor, "infer")).generate(prompts, params)
+    assert [(s.token_ids, s.kept_mass) for s in samples] == [(s.token_ids, s.kept_mass) for s in theirs]
+
+
+@pytest.mark.skipif(os.environ.get(RUNNER) == "1", reason="the V2 runner gives a sampler no tokens")
 def test_no_step_asks_for_the_tokens_of_the_step_before(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
     """Or vLLM would wait for the device before each draw: it does so for any processor of logits, and has our gate."""
     _, llm = pair

@@ -13,22 +13,22 @@ from precgraph.runtime.sampling import SamplingParams, sample
 from precgraph.runtime.vllm import RECORD, SEED
 
 pytestmark = pytest.mark.vllm
-PLAIN = SimpleNamespace(
-    no_penalties=True, allowed_token_ids_mask=None, bad_words_token_ids={}, generators={}, max_num_logprobs=None
-)
+PLAIN = SimpleNamespace(no_penalties=True, allowed_token_ids_mask=None, bad_words_token_ids={}, generators={})
 
 
 class Played:
     """A sampler with a runner that is played: requests come, get tokens and go."""
 
     def __init__(self) -> None:
+        from precgraph.runtime.vllm.draws import Draws
         from precgraph.runtime.vllm.sampler import ExactSampler
 
         self.version = 1
         self.runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[]), requests={})
         inner: Any = torch.nn.Module()
         inner.logprobs_mode = "processed_logprobs"
-        self.sampler = ExactSampler(inner, self.runner, 0, lambda: self.version)
+        self.draws = Draws(0, lambda: self.version)
+        self.sampler = ExactSampler(inner, self.runner, self.draws)
 
     def begin(self, name: str, record: str | None, **params: Any) -> None:
         from vllm import SamplingParams as VllmParams
@@ -44,7 +44,7 @@ class Played:
             request.output_token_ids += [int(token)] * counted
 
     def take(self, *names: str) -> dict[str, tuple[set[int], dict[int, float]]]:
-        return {n: (r.versions, r.kept_mass) for n, r in self.sampler.take(list(names)).items()}
+        return {n: (r.versions, r.kept_mass) for n, r in self.draws.take(list(names)).items()}
 
 
 def logits(seed: int, rows: int) -> torch.Tensor:
@@ -97,19 +97,19 @@ def test_every_version_of_the_weights_that_a_request_ran_on() -> None:
 
 def test_records_that_nobody_asks_for_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of those whose requests have ended; never one that runs, or that was announced."""
-    from precgraph.runtime.vllm import sampler
+    from precgraph.runtime.vllm import draws
 
-    monkeypatch.setattr(sampler, "UNREAD", 4)
+    monkeypatch.setattr(draws, "UNREAD", 4)
     played, said = Played(), []
-    monkeypatch.setattr(sampler._log, "warning", lambda text, *args: said.append(text % args))
+    monkeypatch.setattr(draws._log, "warning", lambda text, *args: said.append(text % args))
     mine = [f"mine {i}" for i in range(9)]
-    played.sampler.expect(mine)
+    played.draws.expect(mine)
     played.begin("long", "L", top_p=0.5)
     for i, record in enumerate([*mine, *"ABCDEFG"]):
         played.begin(f"short {i}", record, top_p=0.5)
         played.step(logits(i, 2))
         del played.runner.requests[f"short {i}"]
-        assert len(played.sampler._records) <= len(mine) + 1 + 5
+        assert len(played.draws._records) <= len(mine) + 1 + 5
     assert said == ["precgraph: 3 records of requests were never asked for, and are dropped"]
     assert sorted(played.take(*"ABCDEFG")) == ["D", "E", "F", "G"]
     assert len(played.take("L")["L"][1]) == 16
@@ -118,15 +118,15 @@ def test_records_that_nobody_asks_for_are_dropped(monkeypatch: pytest.MonkeyPatc
 
 
 def test_masses_that_nobody_asks_for_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    from precgraph.runtime.vllm import sampler
+    from precgraph.runtime.vllm import draws
 
-    monkeypatch.setattr(sampler, "PENDING", 4)
+    monkeypatch.setattr(draws, "PENDING", 4)
     played = Played()
     played.begin("a", "A", top_p=0.5)
     steps = [logits(i, 1) for i in range(11)]
     for x in steps:
         played.step(x)
-        assert len(played.sampler._unread) < 4
+        assert len(played.draws._unread) < 4
     assert played.take("A") == {"A": ({1}, {i: kept(x[0], SamplingParams(top_p=0.5)) for i, x in enumerate(steps)})}
 
 

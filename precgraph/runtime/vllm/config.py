@@ -15,7 +15,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from precgraph.errors import RecipeError, UnsupportedModelError
 from precgraph.recipe import Recipe
 from precgraph.runtime.vllm import RUNNER
-from precgraph.runtime.vllm.versions import require_version
+from precgraph.runtime.vllm.versions import require_version, v2_processor
 
 KEY = "precgraph"  # in hf_overrides or config.json: the recipe; in additional_config: options of this engine
 WORKERS = {
@@ -36,7 +36,9 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
     @staticmethod
     def verify_and_update_config(vllm_config: Any) -> None:
         require_version()
-        require_v1_runner()
+        v2 = asks_for_v2()
+        if v2:
+            require_gate(vllm_config)
         recipe_of(vllm_config.model_config.hf_config)
         _refuse(vllm_config)
         device = str(vllm_config.device_config.device_type)
@@ -51,15 +53,15 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         parallel.worker_cls = WORKERS[device]
         if vllm_config.load_config.load_format == "dummy":
             vllm_config.load_config.load_format = DUMMY
-        model.logits_processors = [GATE]
+        model.logits_processors = None if v2 and v2_processor() is None else [GATE]
         model.disable_cascade_attn = True  # which sums the keys of a common prefix apart
         model.logprobs_mode = "processed_logprobs"
         if device == "cuda":
             _capture_decoding(vllm_config)
-        os.environ[RUNNER] = "0"  # the engine's processes inherit it
-        if getattr(vllm_config, "use_v2_model_runner", False):
+        os.environ[RUNNER] = str(int(v2))  # the engine's processes inherit it
+        if getattr(vllm_config, "use_v2_model_runner", False) != v2:
             raise UnsupportedModelError(
-                f"vLLM takes its V2 model runner although {RUNNER}=0",
+                f"vLLM takes its other model runner although {RUNNER}={int(v2)}",
                 remedy="leave out what needs it, such as watermark_config; and start the engine in a process in which "
                 "no other engine has run",
             )
@@ -74,13 +76,24 @@ def require_undivided(name: str, size: int) -> None:
         )
 
 
-def require_v1_runner() -> None:
-    """UnsupportedModelError if the environment asks for vLLM's V2 model runner."""
+def asks_for_v2() -> bool:
+    """Whether the environment asks for vLLM's V2 model runner; the plugin takes V1 where it says nothing."""
     asked = os.environ.get(RUNNER) or "0"
-    if asked != "0":
+    if asked not in ("0", "1"):
+        raise UnsupportedModelError(f"{RUNNER}={asked} is neither 0 nor 1", remedy="unset it: the plugin takes V1")
+    return asked == "1"
+
+
+def require_gate(vllm_config: Any) -> None:
+    """UnsupportedModelError where V2 has no place from which to refuse what a request asks for, and nobody else does.
+
+    :class:`precgraph.vllm.LLM` says by the option ``gated`` that it does.
+    """
+    if v2_processor() is None and not options_of(vllm_config).get("gated"):
         raise UnsupportedModelError(
-            f"{RUNNER}={asked}: the V2 model runner draws and scores tokens by kernels of its own",
-            remedy=f"unset {RUNNER}: the plugin runs on V1",
+            f"{RUNNER}=1: the V2 runner of this vLLM takes no logits processor, which is what refuses requests that "
+            "an exact rollout cannot serve",
+            remedy=f"unset {RUNNER}, or start the engine by precgraph.vllm.LLM",
         )
 
 

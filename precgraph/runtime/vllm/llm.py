@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -72,7 +73,7 @@ class LLM:
         refuse(engine_args)
         # A bad model fails here, with a typed error, and not in a worker.
         self.vocabulary = int(load_config_model(model).config.vocab_size)
-        variables = {RUNNER: "0", **(IN_PROCESS if actor is not None else {})}
+        variables = {RUNNER: os.environ.get(RUNNER) or "0", **(IN_PROCESS if actor is not None else {})}
         with preserved_state(), environment(variables):
             self.engine = self._start(str(model), engine_args)
         self._group = self._groups()
@@ -88,9 +89,13 @@ class LLM:
     def _start(self, model: str, engine_args: dict[str, Any]) -> Any:
         import vllm
 
+        from precgraph.runtime.vllm.config import GATE, KEY
+
+        options = engine_args.get("additional_config") or {}
         arguments: dict[str, Any] = {
             "dtype": "bfloat16",
             **engine_args,
+            "additional_config": {**options, KEY: {**options.get(KEY, {}), "gated": True}},
             "hf_overrides": {
                 **engine_args.get("hf_overrides", {}),
                 "architectures": [ARCHITECTURE], "precgraph": self.recipe.to_dict(),
@@ -101,7 +106,10 @@ class LLM:
             from precgraph.runtime.vllm.shared import LOAD_FORMAT, offer
 
             arguments |= {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"trainer": offer(self._actor)}}
-        return vllm.LLM(model=model, **arguments)
+        engine = vllm.LLM(model=model, **arguments)
+        # Where no worker takes it, vLLM's front end asks it all the same.
+        engine.llm_engine.vllm_config.model_config.logits_processors = [GATE]
+        return engine
 
     # ------------------------------------------------------------------------------- generate
     def generate(

@@ -21,6 +21,7 @@ from precgraph.runtime.places import Places
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.vllm import ARCHITECTURE
 from precgraph.runtime.vllm.config import KEY, recipe_of
+from precgraph.runtime.vllm.draws import Draws
 from precgraph.runtime.vllm.quantized import load_quantized
 from precgraph.runtime.vllm.sizes import Sizes, sizes_of
 from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, skeleton, wire
@@ -77,6 +78,13 @@ class PrecGraphForCausalLM(nn.Module):
         """``[N, C]`` to fp32 logits ``[N, V]``."""
         return self.compiled.logits(self.sizes.padded(hidden_states)[None])[: hidden_states.shape[0]]
 
+    @staticmethod
+    def get_model_state_cls() -> type[Any]:
+        """Of the V2 runner, what brings our sampler."""
+        from precgraph.runtime.vllm.sampler_v2 import ExactModelState  # needs Triton
+
+        return ExactModelState
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """Fill the store from a bf16 checkpoint, or from the files of an FP8 one, whose scales vLLM would not name."""
         store = self.compiled.store
@@ -107,6 +115,10 @@ class PrecGraphForCausalLM(nn.Module):
     def digest(self) -> str:
         """The digest of the program that runs."""
         return self.compiled.digest
+
+    def draws(self, vllm_config: Any) -> Draws:
+        """The draws of an engine on these weights."""
+        return Draws(vllm_config.model_config.seed or 0, lambda: self.compiled.store.version)
 
     def share(self, trainer: Compiled) -> None:
         """Run on the store of a trainer in this process; its program's weights are this one's."""

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm import SamplingParams as VllmParams
-from vllm.v1.sample.logits_processor import LogitsProcessor
 
 from precgraph.errors import InputError
 from precgraph.runtime.limits import MIN_TEMPERATURE
@@ -17,6 +16,7 @@ from precgraph.runtime.sampling import MAX_SEED, SamplingParams
 from precgraph.runtime.vllm import RECORD, SEED
 from precgraph.runtime.vllm.replies import kept_masses
 from precgraph.runtime.vllm.temperature import require_served
+from precgraph.runtime.vllm.versions import logits_processors
 
 # What changes the distribution that a token is drawn from without changing the log-probability that is reported, or
 # asks for numbers that the program does not make; each with the value that asks for nothing.
@@ -98,17 +98,17 @@ def own_args(params: Any) -> tuple[Any, Any]:
     return args.get(SEED), args.get(RECORD)
 
 
-class ExactGate(LogitsProcessor):  # type: ignore[misc]
+class ExactGate(*logits_processors()):  # type: ignore[misc]
     """Processes nothing: vLLM asks it, when a request arrives, whether its parameters can be served."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
         require_exact(sampling_params)
 
-    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, *args: Any) -> None:
         pass
 
-    def apply(self, logits: Tensor) -> Tensor:
+    def apply(self, logits: Tensor, *context: Any) -> Tensor:
         return logits
 
     def is_argmax_invariant(self) -> bool:

@@ -1,91 +1,25 @@
-"""The sampler inside vLLM's V1 runner: precgraph's draw and precgraph's log-probabilities.
-
-Neither of vLLM's log-probability modes is what a trainer needs (``processed_logprobs`` is normalised again after top-p
-and top-k, ``raw_logprobs`` is taken before the temperature), and its draws depend on the batch. Here both come from
-:func:`precgraph.runtime.sampling.sample`: a request's i-th token depends on its logits, its parameters and the i-th
-number of its own seed, as in :class:`precgraph.runtime.engine.Engine`. A generator of torch is never touched, which
-also is what lets requests with a seed through chunked prefill on the CPU.
-"""
+"""Where vLLM's V1 runner samples: precgraph's draws in place of vLLM's."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.logger import init_logger
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.outputs import SamplerOutput
 
 from precgraph.errors import InputError
-from precgraph.runtime.logprobs import chosen_logprobs
-from precgraph.runtime.sampling import MAX_SEED, Rows, Sampled, SamplingParams, ranks, sample
-from precgraph.runtime.vllm.params import of_vllm, own_args
-
-UNREAD = 1024  # records of ended requests that wait for who may never ask: a client with a name of its own, for one
-PENDING = 4096  # steps whose kept masses stay on the device
-_log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """What is noted of a request that asks for it: the versions of the weights that it ran on, and the kept mass by
-    the token's index where top-k or top-p apply.
-    """
-
-    versions: set[int] = field(default_factory=set)
-    kept_mass: dict[int, float] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Request:
-    """The state of one request's draws; ``uniforms`` are its random numbers so far, by the token's index."""
-
-    params: SamplingParams
-    generator: random.Random
-    record: Record | None
-    uniforms: list[float] = field(default_factory=list)
-
-    def uniform(self, index: int) -> float:
-        while len(self.uniforms) <= index:
-            self.uniforms.append(self.generator.random())
-        return self.uniforms[index]
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """Requests in the order of their rows; most steps have those of the step before."""
-
-    names: list[str]
-    version: int
-    states: list[_Request]
-    rows: Rows
-    recorded: list[tuple[int, Record]]  # rows whose kept mass was asked for
+from precgraph.runtime.vllm.draws import Draws
 
 
 class ExactSampler(nn.Module):
-    """Stands where vLLM's own sampler stood; ``inner`` keeps serving what is no request (measuring memory).
+    """Stands where vLLM's own sampler stood; ``inner`` keeps serving what is no request (measuring memory)."""
 
-    ``version`` is asked at each step for that of the weights.
-
-    On a GPU nothing here waits for the device, so that vLLM may schedule the next step meanwhile; but for kept masses
-    that nobody asked for in ``PENDING`` steps.
-    """
-
-    def __init__(self, inner: nn.Module, runner: Any, seed: int, version: Callable[[], int]) -> None:
+    def __init__(self, inner: nn.Module, runner: Any, draws: Draws) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.draws = inner, draws
         self.logprobs_mode = inner.logprobs_mode
         self._runner = [runner]  # not a submodule
-        self._seeds = random.Random(seed)
-        self._weights_version = version
-        self._requests: dict[str, _Request] = {}
-        self._batch: _Batch | None = None
-        self._records: dict[str, Record] = {}
-        self._expected: set[str] = set()
-        self._unread: list[tuple[list[tuple[Record, int, int]], Tensor]] = []  # record, token's index, row
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> SamplerOutput:
         """Draw one token for each row of ``logits [N, V]``, the rows being the runner's requests in order."""
@@ -94,101 +28,15 @@ class ExactSampler(nn.Module):
         if not names:
             return self.inner(logits, sampling_metadata, *args, **kwargs)
         _require_plain(sampling_metadata)
-        if len(names) != logits.shape[0]:
-            raise InputError(f"{logits.shape[0]} rows of logits for {len(names)} requests: is speculative decoding on?")
-        batch = self._batch_of(names, runner, logits.device)
         # With asynchronous scheduling the tokens are not known yet, but counted.
         indices = [len(runner.requests[name].output_token_ids) for name in names]
-        uniforms = [state.uniform(i) for state, i in zip(batch.states, indices, strict=True)]
-        drawn = sample(logits.float(), batch.rows, uniforms)
-        self._record(batch, indices, drawn)
-        # Only reached through a request's own seed; the runner would rewind these, which CPU generators cannot do.
-        sampling_metadata.generators.clear()
-        count = sampling_metadata.max_num_logprobs
-        return SamplerOutput(
-            sampled_token_ids=drawn.ids.to(torch.int32)[:, None],
-            logprobs_tensors=None if count is None else _logprobs(logits, drawn, batch.rows, count),
+        ids, logprobs = self.draws.draw(
+            logits, names, indices, lambda name: runner.requests[name].sampling_params, runner.requests
         )
-
-    def warm_up(self, logits: Tensor) -> None:
-        """Compile what a draw needs; ``logits [N, V]`` are anybody's."""
-        params = [SamplingParams(), SamplingParams(top_p=0.5)][: logits.shape[0]]
-        rows = Rows.of(params, logits.device)
-        _logprobs(logits[:2], sample(logits[:2].float(), rows, [0.5] * len(params)), rows, 1)
-
-    def expect(self, names: list[str]) -> None:
-        """Keep the records of these names until they are taken, however many; of others, ``UNREAD``. In place of those
-        that were expected before."""
-        self._expected = set(names)
-
-    def take(self, names: list[str]) -> dict[str, Record]:
-        """The records of requests that have ended, as far as there are any; then they are forgotten."""
-        self._read()
-        self._expected.difference_update(names)
-        return {name: self._records.pop(name) for name in names if name in self._records}
-
-    def _read(self) -> None:
-        for places, kept in self._unread:
-            masses = kept.tolist()
-            for record, index, row in places:  # a prefill that is not finished draws too; what counts comes last
-                record.kept_mass[index] = masses[row]
-        self._unread.clear()
-
-    def _drop(self) -> None:
-        """Forget the oldest records of requests that have ended, if too many wait."""
-        if len(self._records) - len(self._expected) <= UNREAD:
-            return
-        running = {id(state.record) for state in self._requests.values()}
-        ended = [n for n, r in self._records.items() if n not in self._expected and id(r) not in running]
-        if len(ended) > UNREAD:
-            self._read()
-            dropped = ended[: len(ended) - UNREAD // 2]  # many at a time: reading waits for the device
-            for name in dropped:
-                del self._records[name]
-            _log.warning("precgraph: %d records of requests were never asked for, and are dropped", len(dropped))
-
-    def _batch_of(self, names: list[str], runner: Any, device: torch.device) -> _Batch:
-        version = self._weights_version()
-        if self._batch is None or self._batch.names != names or self._batch.version != version:
-            states = [self._state(name, runner) for name in names]
-            noted = [(i, s.record) for i, s in enumerate(states) if s.record is not None]
-            for _, record in noted:
-                record.versions.add(version)
-            recorded = [(i, record) for i, record in noted if states[i].params.truncated]
-            self._batch = _Batch(names, version, states, Rows.of([s.params for s in states], device), recorded)
-        return self._batch
-
-    def _state(self, name: str, runner: Any) -> _Request:
-        state = self._requests.get(name)
-        if state is None:
-            params = runner.requests[name].sampling_params
-            seed, record = own_args(params)
-            seed = params.seed if seed is None else seed
-            generator = random.Random(self._seeds.randint(0, MAX_SEED) if seed is None else seed)
-            noted = None if record is None else self._records.setdefault(record, Record())
-            state = self._requests[name] = _Request(of_vllm(params), generator, noted)
-            for gone in [n for n in self._requests if n not in runner.requests]:
-                del self._requests[gone]
-            self._drop()
-        return state
-
-    def _record(self, batch: _Batch, indices: list[int], drawn: Sampled) -> None:
-        if batch.recorded:
-            self._unread.append(([(record, indices[row], row) for row, record in batch.recorded], drawn.kept_mass))
-            if len(self._unread) >= PENDING:
-                self._read()
-
-
-def _logprobs(logits: Tensor, drawn: Sampled, rows: Rows, count: int) -> LogprobsTensors:
-    """The drawn token's log-probability, then those of the ``count`` likeliest, and the drawn one's rank from 1."""
-    ids, logprobs = drawn.ids[:, None], drawn.logprobs[:, None]
-    if count:
-        likeliest = logits.topk(count, dim=-1).indices
-        others = [chosen_logprobs(logits, column, rows.temperature) for column in likeliest.unbind(1)]
-        ids, logprobs = torch.cat((ids, likeliest), 1), torch.stack((drawn.logprobs, *others), 1)
-    return LogprobsTensors(
-        logprob_token_ids=ids.to(torch.int32), logprobs=logprobs, selected_token_ranks=ranks(logits, drawn.ids)
-    )
+        # Only reached through a request's own seed; the runner would rewind these, which CPU generators cannot do: so
+        # requests with a seed get through chunked prefill.
+        sampling_metadata.generators.clear()
+        return SamplerOutput(sampled_token_ids=ids.to(torch.int32)[:, None], logprobs_tensors=logprobs)
 
 
 def _require_plain(metadata: Any) -> None:

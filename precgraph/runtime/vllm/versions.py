@@ -90,6 +90,23 @@ SYMBOLS: tuple[Symbol, ...] = (
         "vllm.v1.sample.metadata", "SamplingMetadata",
         has=("max_num_logprobs", "generators", "no_penalties", "allowed_token_ids_mask", "bad_words_token_ids"),
     ),
+    Symbol("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", has=("load_model", "get_model", "_dummy_run")),
+    Symbol("vllm.v1.worker.gpu.model_states.interface", "ModelState.custom_sampler", takes=("sampler",)),
+    Symbol("vllm.v1.worker.gpu.model_states.default", "DefaultModelState"),
+    Symbol("vllm.v1.worker.gpu.sample.sampler", "Sampler", has=("add_request", "apply_staged_writes", "__call__")),
+    Symbol(
+        "vllm.v1.worker.gpu.sample.output", "SamplerOutput",
+        takes=("sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"),
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.input_batch", "InputBatch",
+        has=("req_ids", "num_reqs", "idx_mapping", "idx_mapping_np", "num_scheduled_tokens", "num_computed_tokens_np",
+             "prefill_len_np", "seq_lens", "cu_num_logits"),
+    ),
+    Symbol(
+        "vllm.v1.worker.gpu.input_batch", "get_num_sampled_and_rejected",
+        takes=("num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len"),
+    ),
     Symbol("vllm.v1.outputs", "SamplerOutput", takes=("sampled_token_ids", "logprobs_tensors")),
     Symbol("vllm.v1.outputs", "LogprobsTensors", takes=("logprob_token_ids", "logprobs", "selected_token_ranks")),
     Symbol("vllm.v1.sample.logits_processor", "LogitsProcessor", has=("validate_params", "apply", "update_state")),
@@ -156,6 +173,21 @@ def _misfit(symbol: Symbol) -> list[str]:
 
 
 # ------------------------------------------------------------------------------- what did change
+
+
+def v2_processor() -> type[Any] | None:
+    """What a logits processor of the V2 runner must be; None where that runner takes none, as in 0.26."""
+    try:
+        return importlib.import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor  # type: ignore[no-any-return]
+    except ModuleNotFoundError:
+        return None
+
+
+def logits_processors() -> tuple[type[Any], ...]:
+    """What a class must be that both runners take for a logits processor."""
+    v1: type[Any] = importlib.import_module("vllm.v1.sample.logits_processor").LogitsProcessor
+    v2 = v2_processor()
+    return (v1,) if v2 is None else (v1, v2)
 
 
 def key_value_views(cache: Tensor | list[Tensor], width: int) -> tuple[Tensor, Tensor]:

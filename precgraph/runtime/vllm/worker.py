@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
 from vllm.logger import init_logger
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from precgraph.errors import DigestError, InputError, SyncError, UnsupportedModelError
 from precgraph.runtime.vllm import (
     RUNNER,
     dummy,  # noqa: F401 - registers its loader
 )
-from precgraph.runtime.vllm.config import options_of
+from precgraph.runtime.vllm.config import asks_for_v2, options_of
+from precgraph.runtime.vllm.draws import Draws
 from precgraph.runtime.vllm.ipc import Opened
 from precgraph.runtime.vllm.model import PrecGraphForCausalLM
 from precgraph.runtime.vllm.replies import replies
@@ -24,6 +26,11 @@ from precgraph.runtime.vllm.sync import Manifest, Receiver, checksum, entries, r
 from precgraph.runtime.vllm.weights import RolloutStore
 
 _log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
+
+
+def _runner_class() -> type[Any]:
+    place = "vllm.v1.worker.gpu.model_runner" if asks_for_v2() else "vllm.v1.worker.gpu_model_runner"
+    return importlib.import_module(place).GPUModelRunner  # type: ignore[no-any-return]
 
 
 class ExactWorker:
@@ -35,27 +42,29 @@ class ExactWorker:
     _opened: Opened | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(self.model_runner, GPUModelRunner):  # V1's; another would draw with vLLM's own sampler
+        runner = self.model_runner
+        if not isinstance(runner, _runner_class()):  # another would draw with vLLM's own sampler
             raise UnsupportedModelError(
-                f"vLLM chose the model runner of {type(self.model_runner).__module__}: it draws and scores tokens by "
-                "kernels of its own",
-                remedy=f"set {RUNNER}=0 in every process of the engine",
+                f"vLLM chose the model runner of {type(runner).__module__} although {RUNNER}={os.environ.get(RUNNER)}",
+                remedy=f"set {RUNNER} in every process of the engine",
             )
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._require_digest()
-        runner, model = self.model_runner, self._model()
-        # Or each step would wait for the tokens of the step before: vLLM takes any processor of logits, so our gate
-        # too, for one that reads them.
-        runner.input_batch.logitsprocs_need_output_token_ids = False
-        seed = self.vllm_config.model_config.seed or 0
-        runner.sampler = ExactSampler(runner.sampler, runner, seed, lambda: model.compiled.store.version)
+        if not asks_for_v2():  # which asks the model for a sampler
+            # Or each step would wait for the tokens of the step before: vLLM takes any processor of logits, so our
+            # gate too, for one that reads them.
+            runner.input_batch.logitsprocs_need_output_token_ids = False
+            runner.sampler = ExactSampler(runner.sampler, runner, self._model().draws(self.vllm_config))
 
     def compile_or_warm_up_model(self) -> Any:
         sizes = self._model().sizes.steps
         if sizes:
             _log.info("precgraph: running %d sizes of a step; minutes if no kernel is compiled yet", len(sizes))
             self._warm_up(sizes)
-        return super().compile_or_warm_up_model()  # type: ignore[misc]
+        done = super().compile_or_warm_up_model()  # type: ignore[misc]
+        if asks_for_v2():
+            self.model_runner.sampler.serving = True
+        return done
 
     @torch.inference_mode()
     def _warm_up(self, sizes: Sequence[int]) -> None:
@@ -66,7 +75,7 @@ class ExactWorker:
                 hidden = self.model_runner._dummy_run(size, skip_eplb=True)[0]
             if size <= model.sizes.fit(scheduler.max_num_seqs):
                 logits = model.compute_logits(hidden[:1].expand(size, -1).contiguous())
-        self.model_runner.sampler.warm_up(logits)
+        self._draws().warm_up(logits)
 
     def sleep(self, level: int = 1) -> None:
         if level > 1:
@@ -138,13 +147,12 @@ class ExactWorker:
     @replies
     def precgraph_expect(self, records: list[str]) -> None:
         """These records will be taken, when the last of their requests has ended."""
-        self.model_runner.sampler.expect(records)
+        self._draws().expect(records)
 
     @replies
     def precgraph_take(self, records: list[str]) -> dict[str, Any]:
         """``digest`` of the program, and by their names the records of requests that have ended."""
-        sampler: ExactSampler = self.model_runner.sampler
-        taken = sampler.take(records)
+        taken = self._draws().take(records)
         return {
             "digest": self._model().digest,
             "records": {n: {"versions": sorted(r.versions), "kept_mass": r.kept_mass} for n, r in taken.items()},
@@ -166,6 +174,11 @@ class ExactWorker:
         model = self.model_runner.get_model()
         assert isinstance(model, PrecGraphForCausalLM)
         return model
+
+    def _draws(self) -> Draws:
+        draws = self.model_runner.sampler.draws
+        assert isinstance(draws, Draws)
+        return draws
 
     def _update(self, tensors: dict[str, torch.Tensor]) -> None:
         if self._receiver is None:

@@ -7,8 +7,8 @@ graphs, its own choice of runner and attention, ``quantization="fp8_per_block"``
 own with asynchronous scheduling, and report the sampled tokens' log-probabilities. ``ours-v2`` is ``ours`` on vLLM's V2
 runner; ``schedule`` with vLLM's own splits and tiles of attention, fast and not exact: what exactness costs.
 ``kernels`` compiles DeepGEMM's kernels in parallel before; ``sync`` and ``ipc`` time weight updates in one process and
-between two. ``--profile decode``, or, of 512 requests, ``prefill``, adds a table of what the card does in such steps, of a
-run of its own; throughput is then that of an engine whose steps are annotated, so lower.
+between two. ``--profile decode``, or, of 512 requests, ``prefill``, adds a table of what the card does in such steps,
+of a run of its own; throughput is then that of an engine whose steps are annotated, so lower.
 """
 
 from __future__ import annotations

@@ -48,15 +48,15 @@ train-demo: $(STAMP) ## GRPO in exact FP8 on a tiny policy: minutes on two cores
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/train_demo.py
 
 .PHONY: test
-test: lint ## everything that CI runs: lint, types and the tests
+test: lint ## lint, types and the tests
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 .PHONY: test-vllm
 test-vllm: $(VLLM_STAMP) ## the tests in real vLLM on the CPU, on both model runners, in an environment of their own
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile -m vllm tests/vllm tests/test_stacks.py \
 		$(PYTEST_ARGS)
-	@OMP_NUM_THREADS=1 VLLM_USE_V2_MODEL_RUNNER=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile -m vllm \
-		tests/vllm/test_rollout.py tests/vllm/test_sync.py $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/vllm/interpreted $(VLLM_BIN)/python -m pytest -n 2 \
+		--dist loadfile -m vllm tests/vllm/test_v2_runner.py tests/vllm/test_rollout.py tests/vllm/test_sync.py $(PYTEST_ARGS)
 
 .PHONY: test-kernels
 test-kernels: $(VLLM_STAMP) ## the tests of the Triton kernels at small sizes, in Triton's interpreter on the CPU

@@ -20,6 +20,7 @@ from precgraph.runtime.limits import MAX_TEMPERATURE, MIN_TEMPERATURE
 from precgraph.runtime.logprobs import chosen_logprobs
 
 MAX_SEED = 2**63 - 1
+_AT_ONCE = 128  # rows: sorting and summing a vocabulary takes some 50 bytes a logit
 _ONE = 2.0**52  # probability 1 as an integer: sums of a distribution stay exact in int64 and in float64
 
 
@@ -157,10 +158,12 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
         own = None if sums is None else sums.index_select(1, rows.whole)
         ids.index_copy_(0, rows.whole, _draw_whole(x, temperature, at, own))
     if rows.cut is not None:
-        x, temperature, at = (_rows(t, rows.cut) for t in (logits, rows.temperature, quantiles))
-        drawn, held = _draw_truncated(x / temperature[:, None], rows.count, rows.share, at)
-        ids.index_copy_(0, rows.cut, drawn)
-        kept.index_copy_(0, rows.cut, held)
+        parts = (t.split(_AT_ONCE) for t in (rows.cut, rows.count, rows.share))
+        for cut, count, share in zip(*parts, strict=True):
+            x, temperature, at = (_rows(t, cut) for t in (logits, rows.temperature, quantiles))
+            drawn, held = _draw_truncated(x / temperature[:, None], count, share, at)
+            ids.index_copy_(0, cut, drawn)
+            kept.index_copy_(0, cut, held)
     return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature, sums), kept)
 
 

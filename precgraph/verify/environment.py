@@ -40,7 +40,7 @@ VARIABLES: dict[str, Variable] = {
     "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": Variable("which block FP8 GEMM", _VLLM, "1"),
     "VLLM_DISABLED_KERNELS": Variable("which kernels may be picked", _VLLM, ""),
     "VLLM_BATCH_INVARIANT": Variable("kernels whose sums do not depend on the batch", _VLLM, "0"),
-    "VLLM_USE_V2_MODEL_RUNNER": Variable("which log-softmax makes the log-probabilities", _VLLM),
+    "VLLM_USE_V2_MODEL_RUNNER": Variable("which log-softmax makes the log-probabilities, but in our plugin", _VLLM),
     "VLLM_USE_FLASHINFER_SAMPLER": Variable("how tokens are drawn under top-k and top-p", _VLLM),
     "VLLM_ATTENTION_BACKEND": Variable("which attention kernel", "vllm/envs.py (up to 0.12; now attention_config)"),
     "VLLM_FLASH_ATTN_VERSION": Variable("which FlashAttention", "vllm/envs.py (up to 0.12; now attention_config)"),

@@ -7,28 +7,18 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import precgraph
-from precgraph.runtime.vllm import RUNNER
 from tests.families import VOCABULARY, causal_lm
 
 # Read by vLLM when it starts: engines in this process, and no more memory or output than needed.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-if os.environ.get(RUNNER) == "1":
-    # vLLM's V2 runner prepares its steps by Triton kernels, which Triton's interpreter runs on the CPU. vLLM asks for a
-    # backend of Triton's that compiles for CPUs, and never uses it there.
-    os.environ["TRITON_INTERPRET"] = "1"
-    import triton.backends
-
-    triton.backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
 
 TINY_ENGINE: dict[str, Any] = {
     "skip_tokenizer_init": True, "max_model_len": 640, "max_num_batched_tokens": 128, "max_num_seqs": 8,

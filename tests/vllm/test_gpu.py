@@ -83,9 +83,13 @@ def test_every_token_equals_the_trainers(pair: tuple[Any, Any]) -> None:
         for p in actor.parameters():
             p.mul_(1.1)
     actor.sync()
-    third = llm.generate(prompts, params)
+    with torch.cuda.stream(torch.cuda.Stream()):  # not the one on which the engine began
+        third = llm.generate(prompts, params)
     assert largest_difference(actor, third, params) == 0.0
     assert [s.logprobs for s in third] != [s.logprobs for s in first]
+    held = torch.cuda.memory_reserved()
+    llm.shutdown()
+    assert held - torch.cuda.memory_reserved() > 0.9 * ENGINE["kv_cache_memory_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -187,7 +186,7 @@ def test_tensor_parallel_is_a_typed_error(checkpoint: Callable[..., Any], start:
 def test_which_runner_is_taken(
     checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """V1, and V2 where it is asked for and requests can be refused."""
+    """V1; V2 where it is asked for and requests can be refused, by a processor or before vLLM has them."""
     from precgraph.runtime.vllm import config
     from precgraph.runtime.vllm.params import ExactGate
 
@@ -200,11 +199,12 @@ def test_which_runner_is_taken(
     assert os.environ[RUNNER] == "2"
     processor = config.v2_processor()
     assert processor is not None and issubclass(ExactGate, processor)
-    monkeypatch.setattr(config, "v2_processor", lambda: None)  # as in 0.26
+    monkeypatch.setattr(config, "v2_processor", lambda: None)  # as up to 0.30
     monkeypatch.setenv(RUNNER, "1")
     with pytest.raises(Exception, match=f"{RUNNER}=1: the V2 runner of this vLLM takes no .*by precgraph.vllm.LLM"):
         args.create_engine_config()
-    config.require_gate(SimpleNamespace(additional_config={"precgraph": {"gated": True}}))
+    with config.requests_checked():
+        config._require_gate()
     monkeypatch.delenv(RUNNER)
     assert not args.create_engine_config().use_v2_model_runner
 

@@ -29,6 +29,7 @@ class Played:
         inner.logprobs_mode = "processed_logprobs"
         self.draws = Draws(0, lambda: self.version)
         self.sampler = ExactSampler(inner, self.runner, self.draws)
+        self.sampler.serving = True
 
     def begin(self, name: str, record: str | None, **params: Any) -> None:
         from vllm import SamplingParams as VllmParams

@@ -24,9 +24,8 @@ def whole_digest(digest: str | None, actor: Compiled | None) -> str | None:
 
 def refuse(engine_args: dict[str, Any]) -> None:
     """What the configuration hook would refuse too, here as a typed error before vLLM starts."""
-    from precgraph.runtime.vllm.config import DIVIDED, asks_for_v2, require_undivided  # which import vLLM
+    from precgraph.runtime.vllm.config import DIVIDED, require_undivided  # which import vLLM
 
-    asks_for_v2()
     for name in DIVIDED:
         size = engine_args.get(name, 1)
         if type(size) is not int or size < 1:
@@ -36,8 +35,6 @@ def refuse(engine_args: dict[str, Any]) -> None:
         raise InputError("load_format is precgraph's to choose", remedy='leave it out; "dummy" makes random weights')
     if not isinstance(engine_args.get("hf_overrides", {}), Mapping):
         raise InputError("hf_overrides is no table", remedy="pass a dict: architecture and recipe are added to it")
-    if not isinstance(engine_args.get("additional_config") or {}, Mapping):
-        raise InputError("additional_config is no table", remedy="pass a dict")
     for name in ("model_loader_extra_config", "worker_cls", "quantization", "logits_processors"):
         if engine_args.get(name):
             raise InputError(f"{name} is precgraph's to choose", remedy="leave it out")

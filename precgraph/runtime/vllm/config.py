@@ -7,7 +7,9 @@ builds the configuration: with ``vllm serve`` and with :class:`precgraph.vllm.LL
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
@@ -24,6 +26,7 @@ WORKERS = {
 }
 DUMMY = "precgraph_dummy"  # our loader of random weights
 GATE = "precgraph.runtime.vllm.params:ExactGate"
+_CHECKED = ContextVar("precgraph: requests are checked before vLLM has them", default=False)
 DIVIDED = {  # what would put one model on several devices, and why it may not
     "tensor_parallel_size": "splits sums, and blocks of 128, in other places than the trainer does",
     "pipeline_parallel_size": "is not supported",
@@ -38,7 +41,7 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         require_version()
         v2 = asks_for_v2()
         if v2:
-            require_gate(vllm_config)
+            _require_gate()
         recipe_of(vllm_config.model_config.hf_config)
         _refuse(vllm_config)
         device = str(vllm_config.device_config.device_type)
@@ -84,16 +87,23 @@ def asks_for_v2() -> bool:
     return asked == "1"
 
 
-def require_gate(vllm_config: Any) -> None:
-    """UnsupportedModelError where V2 has no place from which to refuse what a request asks for, and nobody else does.
+@contextmanager
+def requests_checked() -> Iterator[None]:
+    """While an engine is configured whose requests have passed :func:`precgraph.runtime.vllm.params.require_exact`."""
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
 
-    :class:`precgraph.vllm.LLM` says by the option ``gated`` that it does.
-    """
-    if v2_processor() is None and not options_of(vllm_config).get("gated"):
+
+def _require_gate() -> None:
+    """UnsupportedModelError where V2 has no place from which to refuse what a request asks for, nor somebody before."""
+    if v2_processor() is None and not _CHECKED.get():
         raise UnsupportedModelError(
             f"{RUNNER}=1: the V2 runner of this vLLM takes no logits processor, which is what refuses requests that "
             "an exact rollout cannot serve",
-            remedy=f"unset {RUNNER}, or start the engine by precgraph.vllm.LLM",
+            remedy=f"unset {RUNNER}, take vLLM 0.31 or newer, or start the engine by precgraph.vllm.LLM",
         )
 
 
@@ -142,6 +152,8 @@ def _refuse(vllm_config: Any) -> None:
         f"kv_cache_dtype {cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "bfloat16"),
         f"quantization {model.quantization!r}": bool(model.quantization),
         "speculative decoding": vllm_config.speculative_config is not None,
+        "a watermark": getattr(vllm_config, "watermark_config", None) is not None,
+        "return_sampling_mask": getattr(model, "return_sampling_mask", False),
         "LoRA": vllm_config.lora_config is not None,
         "custom logits processors": any(p != GATE for p in model.logits_processors or ()),
     }

@@ -25,6 +25,7 @@ from precgraph.runtime.sampling import MAX_SEED, Rows, Sampled, SamplingParams, 
 from precgraph.runtime.vllm.params import of_vllm, own_args
 
 UNREAD = 1024  # records of ended requests that wait for who may never ask: a client with a name of its own, for one
+_AHEAD = 64  # random numbers of a request
 PENDING = 4096  # steps whose kept masses stay on the device
 _log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
 
@@ -52,8 +53,8 @@ class _Request:
     uniforms: list[float] = field(default_factory=list)
 
     def uniform(self, index: int) -> float:
-        while len(self.uniforms) <= index:
-            self.uniforms.append(self.generator.random())
+        if index >= len(self.uniforms):  # hundreds of requests ask at each step: many at a time
+            self.uniforms += [self.generator.random() for _ in range(index + _AHEAD - len(self.uniforms))]
         return self.uniforms[index]
 
 
@@ -70,13 +71,14 @@ class _Batch:
 
 
 class Draws:
-    """What the samplers of both runners share. ``version`` is asked at each step for that of the weights.
+    """What the samplers of both runners share.
 
     On a GPU nothing here waits for the device, so that vLLM may schedule the next step meanwhile; but for kept masses
     that nobody asked for in ``PENDING`` steps.
     """
 
     def __init__(self, seed: int, version: Callable[[], int]) -> None:
+        """``seed`` is that of requests without one; ``version`` is asked at each step for that of the weights."""
         self._seeds = random.Random(seed)
         self._weights_version = version
         self._requests: dict[str, _Request] = {}
@@ -101,8 +103,8 @@ class Draws:
         uniforms = [state.uniform(i) for state, i in zip(batch.states, indices, strict=True)]
         drawn = sample(logits.float(), batch.rows, uniforms)
         self._record(batch, indices, drawn)
-        told = None if batch.logprobs is None else _logprobs(logits, drawn, batch.rows, batch.logprobs)
-        return drawn.ids, told
+        count = batch.logprobs
+        return drawn.ids, None if count is None else _logprobs(logits, drawn, batch.rows, count)
 
     def warm_up(self, logits: Tensor) -> None:
         """Compile what a draw needs; ``logits [N, V]`` are anybody's."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -23,7 +22,13 @@ from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, register
 from precgraph.runtime.vllm.alive import answered, deaths_end_steps, in_this_process
 from precgraph.runtime.vllm.arguments import refuse, whole_digest
 from precgraph.runtime.vllm.ipc import Handles
-from precgraph.runtime.vllm.preserve import IN_PROCESS, environment, preserved_state, rare_full_collections
+from precgraph.runtime.vllm.preserve import (
+    IN_PROCESS,
+    default_stream,
+    environment,
+    preserved_state,
+    rare_full_collections,
+)
 from precgraph.runtime.vllm.replies import value_of
 from precgraph.runtime.vllm.sync import Manifest, compiled_of, paths_of, policy, read_file, save_weights
 from precgraph.runtime.vllm.versions import require_version
@@ -64,6 +69,8 @@ class LLM:
     ) -> None:
         require_version()
         register()
+        from precgraph.runtime.vllm.config import asks_for_v2, requests_checked  # which imports vLLM
+
         self._actor = None if actor is None else compiled_of(actor)
         self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
         self._digest = whole_digest(digest, self._actor)
@@ -73,8 +80,8 @@ class LLM:
         refuse(engine_args)
         # A bad model fails here, with a typed error, and not in a worker.
         self.vocabulary = int(load_config_model(model).config.vocab_size)
-        variables = {RUNNER: os.environ.get(RUNNER) or "0", **(IN_PROCESS if actor is not None else {})}
-        with preserved_state(), environment(variables):
+        variables = {RUNNER: str(int(asks_for_v2())), **(IN_PROCESS if actor is not None else {})}
+        with preserved_state(), environment(variables), requests_checked(), default_stream():
             self.engine = self._start(str(model), engine_args)
         self._group = self._groups()
         try:
@@ -89,13 +96,11 @@ class LLM:
     def _start(self, model: str, engine_args: dict[str, Any]) -> Any:
         import vllm
 
-        from precgraph.runtime.vllm.config import GATE, KEY
+        from precgraph.runtime.vllm.config import GATE
 
-        options = engine_args.get("additional_config") or {}
         arguments: dict[str, Any] = {
             "dtype": "bfloat16",
             **engine_args,
-            "additional_config": {**options, KEY: {**options.get(KEY, {}), "gated": True}},
             "hf_overrides": {
                 **engine_args.get("hf_overrides", {}),
                 "architectures": [ARCHITECTURE], "precgraph": self.recipe.to_dict(),
@@ -107,8 +112,8 @@ class LLM:
 
             arguments |= {"load_format": LOAD_FORMAT, "model_loader_extra_config": {"trainer": offer(self._actor)}}
         engine = vllm.LLM(model=model, **arguments)
-        # Where no worker takes it, vLLM's front end asks it all the same.
-        engine.llm_engine.vllm_config.model_config.logits_processors = [GATE]
+        served = engine.llm_engine.vllm_config.model_config
+        served.logits_processors = served.logits_processors or [GATE]  # the front end asks it where no runner takes it
         return engine
 
     # ------------------------------------------------------------------------------- generate
@@ -141,7 +146,7 @@ class LLM:
         try:
             if cut:
                 self._call("precgraph_expect", cut)
-            with rare_full_collections(), deaths_end_steps(self.engine.llm_engine.engine_core):
+            with rare_full_collections(), deaths_end_steps(self.engine.llm_engine.engine_core), default_stream():
                 outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=progress)
             records = self._call("precgraph_take", cut)[0]["records"] if cut else {}
         except BaseException as error:

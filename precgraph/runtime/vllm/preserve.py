@@ -59,6 +59,20 @@ def preserved_state() -> Iterator[None]:
 
 
 @contextmanager
+def default_stream() -> Iterator[None]:
+    """On CUDA's default stream, where an engine of this process begins: the V2 runner waits for the stream on which it
+    has begun, whatever stream its steps are on."""
+    if not torch.cuda.is_initialized():
+        yield
+        return
+    before, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+    default.wait_stream(before)
+    with torch.cuda.stream(default):
+        yield
+    before.wait_stream(default)
+
+
+@contextmanager
 def rare_full_collections() -> Iterator[None]:
     """Python's collector looks at young objects, and hardly ever at all of them.
 

@@ -13,21 +13,21 @@ from precgraph.runtime.vllm.draws import Draws
 
 
 class ExactSampler(nn.Module):
-    """Stands where vLLM's own sampler stood; ``inner`` keeps serving what is no request (measuring memory)."""
+    """Stands where vLLM's own sampler stood; ``inner`` goes on to measure memory and to warm up, until ``serving``."""
 
     def __init__(self, inner: nn.Module, runner: Any, draws: Draws) -> None:
         super().__init__()
-        self.inner, self.draws = inner, draws
+        self.inner, self.draws, self.serving = inner, draws, False
         self.logprobs_mode = inner.logprobs_mode
         self._runner = [runner]  # not a submodule
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> SamplerOutput:
         """Draw one token for each row of ``logits [N, V]``, the rows being the runner's requests in order."""
-        (runner,) = self._runner
-        names = list(runner.input_batch.req_ids)
-        if not names:
+        if not self.serving:
             return self.inner(logits, sampling_metadata, *args, **kwargs)
         _require_plain(sampling_metadata)
+        (runner,) = self._runner
+        names = list(runner.input_batch.req_ids)
         # With asynchronous scheduling the tokens are not known yet, but counted.
         indices = [len(runner.requests[name].output_token_ids) for name in names]
         ids, logprobs = self.draws.draw(

@@ -27,34 +27,42 @@ class ExactModelState(DefaultModelState):  # type: ignore[misc]
 
 
 class ExactSamplerV2(Sampler):  # type: ignore[misc]
-    """Takes the place of ``inner`` and its states, which the runner reads; vLLM's own draw serves what is no request
-    (measuring memory).
+    """Takes the place of ``inner``, whose draws go on until ``serving``: to measure memory, and to warm up by requests
+    that ask for everything.
 
-    A request that was preempted comes back as a new one: without a seed, the rest of it draws with another.
+    A request that was preempted comes back as a new one: without a seed, the rest of it may draw with another.
     """
 
     def __init__(self, inner: Any, draws: Draws) -> None:
-        self.__dict__.update(vars(inner))
+        self.__dict__.update(vars(inner))  # the runner reads its states, and vLLM's own draw does
         self.draws = draws
-        self.serving = False  # vLLM warms up with requests that ask for everything
+        self.serving = False
         self._params: dict[int, Any] = {}
 
     def add_request(self, index: int, *arguments: Any) -> None:
-        """``arguments`` end with vLLM's parameters of the request; until 0.26 its prompt's length comes before."""
-        super().add_request(index, *arguments)
+        """``arguments`` end with vLLM's parameters of the request; up to 0.30 its prompt's length comes before.
+
+        InputError for parameters that cannot be served: the front end refuses them, and a request that came past it
+        must not be served as if it had asked for nothing.
+        """
+        if not self.serving:
+            super().add_request(index, *arguments)
+            return
+        # Our draws read nothing of vLLM's states, which would take a seed from numpy's global generator.
+        require_exact(arguments[-1])
         self._params[index] = arguments[-1]
-        if self.serving:
-            # The front end refuses such requests; one that came past it must not be served as if it had asked for
-            # nothing.
-            require_exact(arguments[-1])
+
+    def apply_staged_writes(self) -> None:
+        if not self.serving:
+            super().apply_staged_writes()
 
     def __call__(self, logits: Tensor, input_batch: Any) -> SamplerOutput:
         """Draw one token for each row of ``logits [N, V]``."""
-        slots, names = self.req_states.req_id_to_index, input_batch.req_ids
-        if names[0] not in slots:
+        if not self.serving:
             return super().__call__(logits, input_batch)
+        slots, indices = self.req_states.req_id_to_index, self._indices(input_batch).tolist()
         ids, logprobs = self.draws.draw(
-            logits, names, self._indices(input_batch).tolist(), lambda name: self._params[slots[name]], slots
+            logits, input_batch.req_ids, indices, lambda name: self._params[slots[name]], slots
         )
         # One token a row, and none where a prompt goes on in the next step.
         ones = input_batch.seq_lens.new_ones(input_batch.num_reqs)

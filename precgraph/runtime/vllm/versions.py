@@ -88,12 +88,15 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.v1.sample.sampler", "Sampler.forward", takes=("logits", "sampling_metadata")),
     Symbol(
         "vllm.v1.sample.metadata", "SamplingMetadata",
-        has=("max_num_logprobs", "generators", "no_penalties", "allowed_token_ids_mask", "bad_words_token_ids"),
+        has=("generators", "no_penalties", "allowed_token_ids_mask", "bad_words_token_ids"),
     ),
     Symbol("vllm.v1.worker.gpu.model_runner", "GPUModelRunner", has=("load_model", "get_model", "_dummy_run")),
     Symbol("vllm.v1.worker.gpu.model_states.interface", "ModelState.custom_sampler", takes=("sampler",)),
     Symbol("vllm.v1.worker.gpu.model_states.default", "DefaultModelState"),
-    Symbol("vllm.v1.worker.gpu.sample.sampler", "Sampler", has=("add_request", "apply_staged_writes", "__call__")),
+    Symbol("vllm.v1.worker.gpu.model_states", "init_model_state", takes=("model",)),  # asks the model for its class
+    Symbol("vllm.v1.worker.gpu.sample.sampler", "Sampler", has=("add_request", "__call__")),
+    # Of its states the sampler reads req_id_to_index, prompt_len.np and prefill_len.gpu.
+    Symbol("vllm.v1.worker.gpu.states", "RequestState.add_request", takes=("req_id", "prompt_len")),
     Symbol(
         "vllm.v1.worker.gpu.sample.output", "SamplerOutput",
         takes=("sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected"),
@@ -176,7 +179,7 @@ def _misfit(symbol: Symbol) -> list[str]:
 
 
 def v2_processor() -> type[Any] | None:
-    """What a logits processor of the V2 runner must be; None where that runner takes none, as in 0.26."""
+    """What a logits processor of the V2 runner must be; None where that runner takes none, up to 0.30."""
     try:
         return importlib.import_module("vllm.v1.worker.gpu.sample.logits_processor").LogitsProcessor  # type: ignore[no-any-return]
     except ModuleNotFoundError:

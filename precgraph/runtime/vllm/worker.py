@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +28,8 @@ from precgraph.runtime.vllm.weights import RolloutStore
 _log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
 
 
-def _runner_class() -> type[Any]:
-    place = "vllm.v1.worker.gpu.model_runner" if asks_for_v2() else "vllm.v1.worker.gpu_model_runner"
+def _runner_class(v2: bool) -> type[Any]:
+    place = "vllm.v1.worker.gpu.model_runner" if v2 else "vllm.v1.worker.gpu_model_runner"
     return importlib.import_module(place).GPUModelRunner  # type: ignore[no-any-return]
 
 
@@ -42,15 +42,15 @@ class ExactWorker:
     _opened: Opened | None = None
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        runner = self.model_runner
-        if not isinstance(runner, _runner_class()):  # another would draw with vLLM's own sampler
+        runner, v2 = self.model_runner, asks_for_v2()
+        if not isinstance(runner, _runner_class(v2)):  # another would draw with vLLM's own sampler
             raise UnsupportedModelError(
-                f"vLLM chose the model runner of {type(runner).__module__} although {RUNNER}={os.environ.get(RUNNER)}",
+                f"vLLM chose the model runner of {type(runner).__module__} although {RUNNER}={int(v2)}",
                 remedy=f"set {RUNNER} in every process of the engine",
             )
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         self._require_digest()
-        if not asks_for_v2():  # which asks the model for a sampler
+        if not v2:  # which asks the model for a sampler
             # Or each step would wait for the tokens of the step before: vLLM takes any processor of logits, so our
             # gate too, for one that reads them.
             runner.input_batch.logitsprocs_need_output_token_ids = False
@@ -62,8 +62,7 @@ class ExactWorker:
             _log.info("precgraph: running %d sizes of a step; minutes if no kernel is compiled yet", len(sizes))
             self._warm_up(sizes)
         done = super().compile_or_warm_up_model()  # type: ignore[misc]
-        if asks_for_v2():
-            self.model_runner.sampler.serving = True
+        self.model_runner.sampler.serving = True
         return done
 
     @torch.inference_mode()
@@ -84,6 +83,20 @@ class ExactWorker:
                 raise InputError("level 2 would discard the trainer's weights", remedy="use sleep(level=1)")
             store.invalid = "sleep(level=2) has discarded the weights"
         super().sleep(level)  # type: ignore[misc]
+
+    def shutdown(self) -> None:
+        """The cache's memory comes back although the model, or who started the engine, is still referred to: V2 up to
+        0.31 leaves it to the attention layers, and its graphs to the runner."""
+        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        super().shutdown()  # type: ignore[misc]
+        for layer in layers:
+            layer.kv_cache = torch.tensor([])
+        runner = getattr(self, "model_runner", None)  # none in a worker that did not come so far
+        if getattr(runner, "cudagraph_manager", None) is not None:
+            runner.cudagraph_manager = None  # type: ignore[union-attr]
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     # ----------------------------------------------------------------------------------- calls
     @replies

@@ -121,7 +121,7 @@ $(VLLM_STAMP): pyproject.toml $(VLLM_PINS)
 	@test -x $(VLLM_BIN)/pip || $(PYTHON) -m venv --clear $(VLLM_VENV)
 	@# The pins are complete, so nothing is resolved and nothing besides is pulled in.
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install $(PIP_QUIET) --no-deps -r $(VLLM_PINS)
-	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install $(PIP_QUIET) --no-deps --no-build-isolation --editable .
+	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install $(PIP_QUIET) --no-deps --editable .
 	@touch $@
 
 $(TORCHAO)/.installed: $(STAMP) constraints/torchao.txt
@@ -135,5 +135,5 @@ constraints: ## rewrite constraints/cpu.txt from a fresh environment
 
 .PHONY: clean
 clean: ## remove .venv, build outputs and caches
-	@rm -rf $(VENV) $(VLLM_VENV) $(TORCHAO) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(VLLM_VENV) $(TORCHAO) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

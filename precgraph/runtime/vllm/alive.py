@@ -1,13 +1,19 @@
-"""Engines in processes of their own may die at any moment; vLLM would wait for their answers for ever."""
+"""Engines in processes of their own may die at any moment, and vLLM would wait for their answers for ever; an engine
+answers one caller at a time."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from threading import Event, Thread
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from precgraph.errors import InputError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 SECONDS = 1.0  # between two looks at the processes
 
 
@@ -58,3 +64,20 @@ def deaths_end_steps(core: Any) -> Iterator[None]:
         yield
     finally:
         over.set()
+
+
+def one_at_a_time(call: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """A method that other threads may not enter meanwhile, nor another such method: InputError for them."""
+
+    @functools.wraps(call)
+    def alone(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if not self._turn.acquire(blocking=False):
+            raise InputError(
+                f"{call.__name__}() while another thread is in generate() or sync()", remedy="call one after the other"
+            )
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            self._turn.release()
+
+    return alone

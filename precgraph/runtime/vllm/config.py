@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import vllm.triton_utils
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
 from precgraph.errors import RecipeError, UnsupportedModelError
@@ -84,6 +85,8 @@ def asks_for_v2() -> bool:
     asked = os.environ.get(RUNNER) or "0"
     if asked not in ("0", "1"):
         raise UnsupportedModelError(f"{RUNNER}={asked} is neither 0 nor 1", remedy="unset it: the plugin takes V1")
+    if asked == "1" and not vllm.triton_utils.HAS_TRITON:
+        raise UnsupportedModelError(f"{RUNNER}=1: the V2 runner needs Triton", remedy="install Triton, or unset it")
     return asked == "1"
 
 
@@ -152,6 +155,7 @@ def _refuse(vllm_config: Any) -> None:
         f"kv_cache_dtype {cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "bfloat16"),
         f"quantization {model.quantization!r}": bool(model.quantization),
         "speculative decoding": vllm_config.speculative_config is not None,
+        "enable_prompt_embeds": getattr(model, "enable_prompt_embeds", False),
         "a watermark": getattr(vllm_config, "watermark_config", None) is not None,
         "return_sampling_mask": getattr(model, "return_sampling_mask", False),
         "LoRA": vllm_config.lora_config is not None,

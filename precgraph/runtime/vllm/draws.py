@@ -43,9 +43,11 @@ class Record:
 @dataclass(slots=True)
 class _Request:
     """The state of one request's draws; ``uniforms`` are its random numbers so far, by the token's index. ``logprobs``
-    is how many of the likeliest tokens it wants to hear of, None if no log-probability at all.
+    is how many of the likeliest tokens it wants to hear of, None if no log-probability at all. ``source`` is what the
+    runner has of it: a name may be used again.
     """
 
+    source: Any
     params: SamplingParams
     logprobs: int | None
     generator: random.Random
@@ -62,7 +64,7 @@ class _Request:
 class _Batch:
     """Requests in the order of their rows; most steps have those of the step before."""
 
-    names: list[str]
+    sources: list[int]  # by their identities; the states keep them alive
     version: int
     states: list[_Request]
     rows: Rows
@@ -88,18 +90,17 @@ class Draws:
         self._unread: list[tuple[list[tuple[Record, int, int]], Tensor]] = []  # record, token's index, row
 
     def draw(
-        self, logits: Tensor, names: list[str], indices: Sequence[int], params: Callable[[str], Any],
-        running: Container[str],
-    ) -> tuple[Tensor, LogprobsTensors | None]:  # fmt: skip
+        self, logits: Tensor, names: list[str], sources: list[Any], indices: Sequence[int], running: Container[str]
+    ) -> tuple[Tensor, LogprobsTensors | None]:
         """One token for each row of ``logits [N, V]``: ids ``[N]`` int64, and what vLLM is told of log-probabilities.
 
-        Row i is the request ``names[i]`` at its token ``indices[i]``; ``params`` gives vLLM's parameters of one that
-        is new, ``running`` are the names that the runner still has. A prefill that is not finished may draw too: what
-        is drawn for an index last is what counts.
+        Row i is the request ``names[i]`` at its token ``indices[i]``; ``sources[i]``, an object of its own for each
+        request, has vLLM's ``sampling_params``. ``running`` are the names that the runner still has. A prefill that is
+        not finished may draw too: what is drawn for an index last is what counts.
         """
         if len(names) != logits.shape[0]:
             raise InputError(f"{logits.shape[0]} rows of logits for {len(names)} requests: is speculative decoding on?")
-        batch = self._batch_of(names, params, running, logits.device)
+        batch = self._batch_of(names, sources, running, logits.device)
         uniforms = [state.uniform(i) for state, i in zip(batch.states, indices, strict=True)]
         drawn = sample(logits.float(), batch.rows, uniforms)
         self._record(batch, indices, drawn)
@@ -143,30 +144,31 @@ class Draws:
                 del self._records[name]
             _log.warning("precgraph: %d records of requests were never asked for, and are dropped", len(dropped))
 
-    def _batch_of(
-        self, names: list[str], params: Callable[[str], Any], running: Container[str], device: torch.device
-    ) -> _Batch:
-        version = self._weights_version()
-        if self._batch is None or self._batch.names != names or self._batch.version != version:
-            states = [self._requests.get(name) or self._begin(name, params(name), running) for name in names]
+    def _batch_of(self, names: list[str], sources: list[Any], running: Container[str], device: torch.device) -> _Batch:
+        version, identities = self._weights_version(), list(map(id, sources))
+        if self._batch is None or self._batch.sources != identities or self._batch.version != version:
+            states = [self._state(*request, running) for request in zip(names, sources, strict=True)]
             noted = [(i, s.record) for i, s in enumerate(states) if s.record is not None]
             for _, record in noted:
                 record.versions.add(version)
             recorded = [(i, record) for i, record in noted if states[i].params.truncated]
             rows = Rows.of([s.params for s in states], device)
             wanted = max((s.logprobs for s in states if s.logprobs is not None), default=None)
-            self._batch = _Batch(names, version, states, rows, recorded, wanted)
+            self._batch = _Batch(identities, version, states, rows, recorded, wanted)
         return self._batch
 
-    def _begin(self, name: str, params: Any, running: Container[str]) -> _Request:
-        seed, record = own_args(params)
-        seed = params.seed if seed is None else seed
-        generator = random.Random(self._seeds.randint(0, MAX_SEED) if seed is None else seed)
-        noted = None if record is None else self._records.setdefault(record, Record())
-        state = self._requests[name] = _Request(of_vllm(params), params.logprobs, generator, noted)
-        for gone in [n for n in self._requests if n not in running]:
-            del self._requests[gone]
-        self._drop()
+    def _state(self, name: str, source: Any, running: Container[str]) -> _Request:
+        state = self._requests.get(name)
+        if state is None or state.source is not source:
+            params = source.sampling_params
+            seed, record = own_args(params)
+            seed = params.seed if seed is None else seed
+            generator = random.Random(self._seeds.randint(0, MAX_SEED) if seed is None else seed)
+            noted = None if record is None else self._records.setdefault(record, Record())
+            state = self._requests[name] = _Request(source, of_vllm(params), params.logprobs, generator, noted)
+            for gone in [n for n in self._requests if n not in running]:
+                del self._requests[gone]
+            self._drop()
         return state
 
     def _record(self, batch: _Batch, indices: Sequence[int], drawn: Sampled) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from precgraph.runtime.engine import Completion, prompt_ids
 from precgraph.runtime.sampling import require_finite
 from precgraph.runtime.store import WeightStore
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, register
-from precgraph.runtime.vllm.alive import answered, deaths_end_steps, in_this_process
+from precgraph.runtime.vllm.alive import answered, deaths_end_steps, in_this_process, one_at_a_time
 from precgraph.runtime.vllm.arguments import refuse, whole_digest
 from precgraph.runtime.vllm.ipc import Handles
 from precgraph.runtime.vllm.preserve import (
@@ -76,6 +77,7 @@ class LLM:
         self._digest = whole_digest(digest, self._actor)
         self._broken: str | None = None
         self._closed = self._asleep = False
+        self._turn = RLock()
         self._handles = Handles()
         refuse(engine_args)
         # A bad model fails here, with a typed error, and not in a worker.
@@ -117,6 +119,7 @@ class LLM:
         return engine
 
     # ------------------------------------------------------------------------------- generate
+    @one_at_a_time
     def generate(
         self, prompt_token_ids: Sequence[Sequence[int]], params: Any, *, progress: bool = False
     ) -> list[Sample]:
@@ -152,6 +155,8 @@ class LLM:
         except BaseException as error:
             if self._broken is None:
                 self._abandon(cut, error)
+            elif isinstance(error, Exception) and not isinstance(error, PrecGraphError):  # a shutdown by another thread
+                raise StaleWeightsError(self._broken, remedy="start a new engine") from error
             raise
         if self._version() != version:
             raise StaleWeightsError("the weights changed during generate()", remedy="call sync() between calls")
@@ -207,6 +212,7 @@ class LLM:
         return self._actor.store.version if self._actor is not None else self._served
 
     # ----------------------------------------------------------------------------------- sync
+    @one_at_a_time
     def sync(self, source: Any = None, *, route: str | None = None) -> int:
         """Serve new weights, and forget what the prefix cache holds of the old; returns their version.
 

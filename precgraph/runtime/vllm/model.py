@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from precgraph.loading import load_model, stored_weights
 from precgraph.runtime.compiled import Compiled, build_lowered
 from precgraph.runtime.places import Places
 from precgraph.runtime.runner import Runner
+from precgraph.runtime.sampling import MAX_SEED
 from precgraph.runtime.vllm import ARCHITECTURE
 from precgraph.runtime.vllm.config import KEY, recipe_of
 from precgraph.runtime.vllm.draws import Draws
@@ -117,8 +119,11 @@ class PrecGraphForCausalLM(nn.Module):
         return self.compiled.digest
 
     def draws(self, vllm_config: Any) -> Draws:
-        """The draws of an engine on these weights."""
-        return Draws(vllm_config.model_config.seed or 0, lambda: self.compiled.store.version)
+        """The draws of an engine on these weights; data-parallel engines share a seed, and must not draw alike."""
+        seed, index = vllm_config.model_config.seed or 0, vllm_config.parallel_config.data_parallel_index
+        if index:
+            seed = random.Random(f"{seed}/{index}").randint(0, MAX_SEED)
+        return Draws(seed, lambda: self.compiled.store.version)
 
     def share(self, trainer: Compiled) -> None:
         """Run on the store of a trainer in this process; its program's weights are this one's."""

@@ -48,7 +48,11 @@ def require_exact(params: Any) -> None:
     require_served(params.temperature)  # one that was set after vLLM's constructor, which replaces it
     if params.logprobs == -1:
         raise InputError("logprobs = -1 is refused in exact mode: ask for the k likeliest, logprobs = k")
+    if params.seed is not None and params.seed < 0:  # Python's generators take -4 for 4
+        raise InputError(f"seed = {params.seed} must not be negative")
     seed, record = own_args(params)
+    if params.n > 1 and (seed, record) != (None, None):
+        raise InputError(f"n = {params.n} would share one {SEED} or {RECORD}", remedy="send the prompt n times")
     if seed is not None and not (isinstance(seed, int) and 0 <= seed <= MAX_SEED):
         raise InputError(f"{SEED} = {seed!r} must be an integer from 0 to 2**63 - 1")
     if record is not None and not isinstance(record, str):

@@ -28,11 +28,10 @@ class ExactSampler(nn.Module):
         _require_plain(sampling_metadata)
         (runner,) = self._runner
         names = list(runner.input_batch.req_ids)
+        requests = [runner.requests[name] for name in names]
         # With asynchronous scheduling the tokens are not known yet, but counted.
-        indices = [len(runner.requests[name].output_token_ids) for name in names]
-        ids, logprobs = self.draws.draw(
-            logits, names, indices, lambda name: runner.requests[name].sampling_params, runner.requests
-        )
+        indices = [len(request.output_token_ids) for request in requests]
+        ids, logprobs = self.draws.draw(logits, names, requests, indices, runner.requests)
         # Only reached through a request's own seed; the runner would rewind these, which CPU generators cannot do: so
         # requests with a seed get through chunked prefill.
         sampling_metadata.generators.clear()

@@ -6,6 +6,7 @@ V2 asks a model for its ``ModelState``, and that for a sampler. Rows of a step a
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class ExactSamplerV2(Sampler):  # type: ignore[misc]
         self.__dict__.update(vars(inner))  # the runner reads its states, and vLLM's own draw does
         self.draws = draws
         self.serving = False
-        self._params: dict[int, Any] = {}
+        self._requests: dict[int, Any] = {}  # by the runner's slot
 
     def add_request(self, index: int, *arguments: Any) -> None:
         """``arguments`` end with vLLM's parameters of the request; up to 0.30 its prompt's length comes before.
@@ -50,7 +51,7 @@ class ExactSamplerV2(Sampler):  # type: ignore[misc]
             return
         # Our draws read nothing of vLLM's states, which would take a seed from numpy's global generator.
         require_exact(arguments[-1])
-        self._params[index] = arguments[-1]
+        self._requests[index] = SimpleNamespace(sampling_params=arguments[-1])
 
     def apply_staged_writes(self) -> None:
         if not self.serving:
@@ -60,10 +61,10 @@ class ExactSamplerV2(Sampler):  # type: ignore[misc]
         """Draw one token for each row of ``logits [N, V]``."""
         if not self.serving:
             return super().__call__(logits, input_batch)
-        slots, indices = self.req_states.req_id_to_index, self._indices(input_batch).tolist()
-        ids, logprobs = self.draws.draw(
-            logits, input_batch.req_ids, indices, lambda name: self._params[slots[name]], slots
-        )
+        requests = [self._requests[slot] for slot in input_batch.idx_mapping_np.tolist()]
+        indices = self._indices(input_batch).tolist()
+        running = self.req_states.req_id_to_index
+        ids, logprobs = self.draws.draw(logits, input_batch.req_ids, requests, indices, running)
         # One token a row, and none where a prompt goes on in the next step.
         ones = input_batch.seq_lens.new_ones(input_batch.num_reqs)
         sampled, rejected = get_num_sampled_and_rejected(

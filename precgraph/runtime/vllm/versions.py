@@ -43,6 +43,7 @@ SYMBOLS: tuple[Symbol, ...] = (
         has=("model_config", "cache_config", "parallel_config", "load_config", "additional_config", "device_config",
              "speculative_config", "lora_config", "compilation_config"),
     ),
+    Symbol("vllm.config", "ParallelConfig", has=("worker_cls", "data_parallel_index")),
     Symbol(
         "vllm.model_executor.layers.attention", "Attention",
         takes=("num_heads", "head_size", "scale", "num_kv_heads", "cache_config", "logits_soft_cap",

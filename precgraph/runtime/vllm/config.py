@@ -66,8 +66,7 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         if getattr(vllm_config, "use_v2_model_runner", False) != v2:
             raise UnsupportedModelError(
                 f"vLLM takes its other model runner although {RUNNER}={int(v2)}",
-                remedy="leave out what needs it, such as watermark_config; and start the engine in a process in which "
-                "no other engine has run",
+                remedy="leave out what needs it, and start the engine in a process in which no other engine has run",
             )
 
 

@@ -25,8 +25,8 @@ from precgraph.runtime.sampling import MAX_SEED, Rows, Sampled, SamplingParams, 
 from precgraph.runtime.vllm.params import of_vllm, own_args
 
 UNREAD = 1024  # records of ended requests that wait for who may never ask: a client with a name of its own, for one
-_AHEAD = 64  # random numbers of a request
 PENDING = 4096  # steps whose kept masses stay on the device
+_AHEAD = 64  # random numbers of a request that are made at once
 _log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
 
 

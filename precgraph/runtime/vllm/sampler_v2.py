@@ -31,7 +31,7 @@ class ExactSamplerV2(Sampler):  # type: ignore[misc]
     """Takes the place of ``inner``, whose draws go on until ``serving``: to measure memory, and to warm up by requests
     that ask for everything.
 
-    A request that was preempted comes back as a new one: without a seed, the rest of it may draw with another.
+    A request that was preempted comes back as a new one: without a seed, the rest of it draws with another.
     """
 
     def __init__(self, inner: Any, draws: Draws) -> None:

@@ -85,8 +85,8 @@ class ExactWorker:
         super().sleep(level)  # type: ignore[misc]
 
     def shutdown(self) -> None:
-        """The cache's memory comes back although the model, or who started the engine, is still referred to: V2 up to
-        0.31 leaves it to the attention layers, and its graphs to the runner."""
+        """The cache's memory comes back although the model, or who started the engine, is still referred to: the V2
+        runner of 0.26 leaves it to the attention layers, and keeps its graphs."""
         layers = self.vllm_config.compilation_config.static_forward_context.values()
         super().shutdown()  # type: ignore[misc]
         for layer in layers:

@@ -206,12 +206,14 @@ def test_which_runner_is_taken(
     monkeypatch.setattr(triton_utils, "HAS_TRITON", False)
     with pytest.raises(UnsupportedModelError, match=f"{RUNNER}=1: the V2 runner needs Triton; install Triton"):
         start(checkpoint("qwen3")[1])
-    monkeypatch.setattr(triton_utils, "HAS_TRITON", True)
+    monkeypatch.setattr(config, "asks_for_v2", lambda: True)  # as with Triton, which vLLM's modules would look for
     monkeypatch.setattr(config, "v2_processor", lambda: None)  # as up to 0.30
     with pytest.raises(Exception, match=f"{RUNNER}=1: the V2 runner of this vLLM takes no .*by precgraph.vllm.LLM"):
         args.create_engine_config()
     with config.requests_checked():
         config._require_gate()
+    monkeypatch.undo()
+    monkeypatch.setenv(RUNNER, "0")  # what was comes back, whatever the hook sets
     monkeypatch.delenv(RUNNER)
     assert not args.create_engine_config().use_v2_model_runner
 

@@ -99,6 +99,22 @@ def test_a_shutdown_that_breaks_off_can_be_called_again(
     assert calls == [0, 1]
 
 
+def test_the_cache_is_given_back_although_the_model_is_held(
+    checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also by vLLM 0.26's V2 runner, which forgets the attention layers and leaves them their part of it."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    monkeypatch.setattr(
+        CPUWorker, "shutdown", lambda worker: worker.vllm_config.compilation_config.static_forward_context.clear()
+    )
+    llm = start(checkpoint("llama")[1])
+    layers = llm.engine.apply_model(lambda m: list(m.layers.values()))[0]
+    assert layers and all(layer.kv_cache.numel() for layer in layers)
+    llm.shutdown()
+    assert not any(layer.kv_cache.numel() for layer in layers)
+
+
 def test_a_sync_that_breaks_off_leaves_no_engine_that_mixes_weights(
     checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

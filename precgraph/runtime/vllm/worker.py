@@ -87,7 +87,7 @@ class ExactWorker:
     def shutdown(self) -> None:
         """The cache's memory comes back although the model, or who started the engine, is still referred to: the V2
         runner of 0.26 leaves it to the attention layers, and keeps its graphs."""
-        layers = self.vllm_config.compilation_config.static_forward_context.values()
+        layers = list(self.vllm_config.compilation_config.static_forward_context.values())  # vLLM clears it
         super().shutdown()  # type: ignore[misc]
         for layer in layers:
             layer.kv_cache = torch.tensor([])

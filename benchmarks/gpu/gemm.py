@@ -1,7 +1,9 @@
 """FP8 GEMMs of Qwen3-8B's layers on one card: what the program calls against the libraries, operands at hand.
 
-``python -m benchmarks.gpu.gemm``. FProp against a bare DeepGEMM call (what the path around it costs), WGrad by
-cuBLASLt against DeepGEMM's 1D1D kernel with its zero fill and cast, and bf16; errors against float64 on Gaussian data.
+``python -m benchmarks.gpu.gemm``. FProp against a bare DeepGEMM call (what the path around it costs), at a training
+step's number of tokens and at those of decoding steps; WGrad by cuBLASLt against DeepGEMM's 1D1D kernel with its zero
+fill and cast, and bf16; errors against float64 on Gaussian data. Calls are replayed from a CUDA graph, so launching
+them is not counted, and a weight that fits into the L2 cache comes from there.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from precgraph.lowering.packs import Fp8Weight
 from precgraph.quantizer import QTensor
 
 ROWS, TOKENS, BLOCKS = (Format("float8_e4m3fn", g) for g in ("1x128", "128x1", "128x128"))
-T, REPEATS = 8192, 15
+T, DECODING = 8192, (64, 128, 256, 512)  # tokens
+CALLS, REPEATS = 10, 15
 # Rows and columns of a weight: q, k and v; o; gate and up; down.
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate-up": (24576, 4096), "down": (4096, 12288)}
 CHECKED = 256  # rows of a WGrad that are compared with float64
@@ -30,23 +33,27 @@ def randn(*shape: int) -> Tensor:
 
 
 def microseconds(call: Callable[[], object]) -> float:
-    """Median over events, after a warm-up."""
-    for _ in range(3):
-        call()
+    """Median over replays of a graph of :data:`CALLS`, after a warm-up."""
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            call()
+    graph.replay()
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(REPEATS)]
     for start, stop in events:
         start.record()
-        call()
+        graph.replay()
         stop.record()
     torch.cuda.synchronize()
-    return 1000 * sorted(start.elapsed_time(stop) for start, stop in events)[REPEATS // 2]
+    return 1000 / CALLS * sorted(start.elapsed_time(stop) for start, stop in events)[REPEATS // 2]
 
 
-def fprop(N: int, K: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def fprop(N: int, K: int, tokens: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     from precgraph.lowering.triton.quantize import quantize_rows
 
-    weight, x = Fp8Weight.create(randn(N, K), BLOCKS), quantize_rows(randn(1, T, K), ROWS)
-    out = torch.empty(T, N, dtype=torch.bfloat16, device="cuda")
+    weight, x = Fp8Weight.create(randn(N, K), BLOCKS), quantize_rows(randn(1, tokens, K), ROWS)
+    out = torch.empty(tokens, N, dtype=torch.bfloat16, device="cuda")
     operands = (x.codes, x.scales), (weight.codes, weight.scales)
     raw = deep_gemm._module().fp8_gemm_nt
 
@@ -54,7 +61,7 @@ def fprop(N: int, K: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
         raw(*operands, out, disable_ue8m0_cast=True)
         return out
 
-    plain_x, plain = randn(T, K), randn(N, K)
+    plain_x, plain = randn(tokens, K), randn(N, K)
     yield "FProp, program", lambda: deep_gemm.fp8_linear(x, weight, None)
     yield "FProp, bare DeepGEMM", bare
     yield "FProp, bf16", lambda: plain_x @ plain.t()
@@ -83,23 +90,26 @@ def blocks(x: Tensor) -> QTensor:
 def main() -> None:
     need_gpu()
     torch.manual_seed(0)
-    results = []
     for name, (N, K) in SHAPES.items():
+        for tokens in (T, *DECODING):
+            for what, call in fprop(N, K, tokens):
+                tell(name, what, microseconds(call), tokens, N, K)
         dy, x = randn(T, N), randn(T, K)
         right = dy[:, :CHECKED].double().t() @ x.double()
-        for what, call in (*fprop(N, K), *wgrads(dy, x)):
-            time = microseconds(call)
-            shape = f"{name}, {T}x{N}x{K}"
-            results += [
-                Result(shape, what, time, "us"),
-                Result(shape, f"{what}, rate", 2 * T * N * K / time / 1e6, "TFLOP/s"),
-            ]
-            line = f"{shape:28s} {what:24s} {time:8.1f} us {2 * T * N * K / time / 1e6:6.0f} TFLOP/s"
-            if what.startswith("WGrad"):
-                error = float((call()[:CHECKED].double() - right).norm() / right.norm())
-                results.append(Result(shape, f"{what}, relative error", error, "1"))
-                line += f"  error {error:.5f}"
-            print(line, flush=True)
+        for what, call in wgrads(dy, x):
+            error = float((call()[:CHECKED].double() - right).norm() / right.norm())
+            tell(name, what, microseconds(call), T, N, K, error)
+
+
+def tell(name: str, what: str, time: float, tokens: int, N: int, K: int, error: float | None = None) -> None:
+    """Print the time of a product, its rate, and its relative error where it has one; and keep them."""
+    shape, rate = f"{name}, {tokens}x{N}x{K}", 2 * tokens * N * K / time / 1e6
+    results = [Result(shape, what, time, "us"), Result(shape, f"{what}, rate", rate, "TFLOP/s")]
+    line = f"{shape:28s} {what:24s} {time:8.1f} us {rate:6.0f} TFLOP/s"
+    if error is not None:
+        results.append(Result(shape, f"{what}, relative error", error, "1"))
+        line += f"  error {error:.5f}"
+    print(line, flush=True)
     append("gemm", results)
 
 

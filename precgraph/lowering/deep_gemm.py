@@ -7,7 +7,10 @@ accumulator, group after group: rows do not depend on each other and nothing is 
 deterministic whatever tile the library picks (a test shows it).
 
 The library is PyPI's ``sgl-deep-gemm`` (imported as ``deep_gemm``) or the copy inside vLLM. It compiles a kernel for
-every new tile, about four seconds each, into ``DG_JIT_CACHE_DIR`` (default ``~/.deep_gemm``); one serves all shapes.
+every new tile of a weight's shape, about four seconds each, into ``DG_JIT_CACHE_DIR`` (default ``~/.deep_gemm``). Left
+open, a shape costs registers that some tiles do not have: those of 128x192, which 512 tokens take for an N of 6144,
+spill 440 bytes a thread and are 3.4 times slower (``benchmarks/gpu/gemm.py``). WGrad's K is the number of tokens, so
+its kernels, and those of bf16, which spill nothing, serve all shapes.
 """
 
 from __future__ import annotations
@@ -43,8 +46,7 @@ from precgraph.lowering.registry import Kernel, register
 from precgraph.quantizer import QTensor
 
 _DISTRIBUTIONS = (("deep_gemm", "sgl-deep-gemm", "0.1."), ("vllm.third_party.deep_gemm", "vllm", "0."))
-_COMPILED = ""  # no size of a GEMM is compiled in; vLLM's copy would compile N and K, in WGrad the number of tokens
-_OPTIONS: dict[str, Any] = {"compiled_dims": _COMPILED, "disable_ue8m0_cast": True}  # scales stay fp32
+_OF_WEIGHT, _OPEN = "nk", ""  # the sizes that a kernel is compiled for; the library's own choice is "nk" throughout
 
 # ------------------------------------------------------------------------------------- the library
 
@@ -140,10 +142,11 @@ def fp8_dgrad(dys: Sequence[QTensor], weights: Sequence[Fp8Weight]) -> Tensor:
     return _like(y[:, : weights[0].shape[1]], dys[0].shape)
 
 
-def _gemm_1d2d(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
+def _gemm_1d2d(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, compiled: str = _OF_WEIGHT) -> Tensor:
     """``a [M, K] @ b [N, K].T`` to bf16 ``[M, N]``; scales ``[M, K / 128]`` and ``[N / 128, K / 128]``."""
     d = torch.empty(a.shape[0], b.shape[0], dtype=torch.bfloat16, device=a.device)
-    _module().fp8_gemm_nt((a, _rows_major(a_scales)), (b, b_scales.contiguous()), d, **_OPTIONS)
+    left, right = (a, _rows_major(a_scales)), (b, b_scales.contiguous())
+    _module().fp8_gemm_nt(left, right, d, compiled_dims=compiled, disable_ue8m0_cast=True)  # scales stay fp32
     return d
 
 
@@ -154,7 +157,7 @@ def fp8_wgrad(dy: QTensor, x: QTensor) -> Tensor:
     """
     if x.format.block[1] > 1:
         left = dy.codes.t().contiguous(), _rows_major(dy.scales.t())
-        return _gemm_1d2d(*left, x.codes.t().contiguous(), x.scales.t())[:, : x.shape[-1]]
+        return _gemm_1d2d(*left, x.codes.t().contiguous(), x.scales.t(), _OPEN)[:, : x.shape[-1]]
     return fp8_wgrad_sums(dy, x).to(torch.bfloat16)
 
 
@@ -166,7 +169,7 @@ def fp8_wgrad_sums(dy: QTensor, x: QTensor) -> Tensor:
     total = torch.zeros(left[0].shape[0], padded(codes.shape[0], 4), dtype=torch.float32, device=codes.device)
     total = total[:, : codes.shape[0]]
     right = codes, _rows_major(scales)
-    _module().fp8_gemm_nt(left, right, total, c=total, recipe=(1, 1, 128), **_OPTIONS)
+    _module().fp8_gemm_nt(left, right, total, c=total, recipe=(1, 1, 128), compiled_dims=_OPEN, disable_ue8m0_cast=True)
     return total
 
 
@@ -222,7 +225,7 @@ def _bf16_gemm(a: Tensor, b: Tensor, out: torch.dtype) -> Tensor:
     """``a [M, K] @ b [N, K].T``; either operand may be a transposed view."""
     columns = b.shape[0]
     d = torch.empty(a.shape[0], padded(columns, 16 // out.itemsize), dtype=out, device=a.device)[:, :columns]
-    _module().bf16_gemm_nt(_aligned(a), _aligned(b), d, compiled_dims=_COMPILED)
+    _module().bf16_gemm_nt(_aligned(a), _aligned(b), d, compiled_dims=_OPEN)
     return d
 
 

@@ -1,4 +1,4 @@
-"""The numbers of rows that a program runs at on the GPU: DeepGEMM compiles a kernel for each tile, seconds each.
+"""The numbers of rows that a program runs at on the GPU: DeepGEMM compiles a kernel for each tile of a weight's shape.
 
 A step is padded to the next size of a fixed list, every one of which is warmed up before the first request. Rows do
 not depend on each other, so padding changes no bit.

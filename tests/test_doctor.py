@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Callable
 
@@ -63,6 +64,17 @@ def test_doctor_knows_which_vllm_fits(version: str, ok: bool, words: str, monkey
     assert (status.name, status.ok) == ("vllm", ok)
     assert words in status.detail
     assert ok or "pip install" in status.remedy
+
+
+def test_doctor_knows_whose_deep_gemm_vllm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM is fine for precgraph, its own FP8 models are not."""
+    version = importlib.metadata.version
+    monkeypatch.setattr("precgraph.runtime.vllm.versions.installed", lambda: "0.33.0+cpu")
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.1.5" if n == "sgl-deep-gemm" else version(n))
+    vllm, own = machine.backends()[-2:]
+    assert (vllm.name, vllm.ok) == ("vllm", True)
+    assert (own.name, own.ok) == ("vllm's own FP8 models", False)
+    assert "sgl-deep-gemm 0.1.5" in own.detail and "pip uninstall" in own.remedy
 
 
 def test_doctor_exact_passes_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:

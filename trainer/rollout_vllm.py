@@ -18,6 +18,7 @@ import torch
 from precgraph.runtime.cache import PagedCache
 from precgraph.runtime.engine import CACHE_BYTES, Completion
 from precgraph.runtime.sampling import SamplingParams
+from precgraph.runtime.vllm.versions import foreign_deep_gemm
 from trainer.config import Config
 from trainer.errors import ConfigError, TrainerError
 from trainer.precision import Pair
@@ -126,6 +127,8 @@ def require_vllm(config: Config, device: torch.device) -> None:
         )  # fmt: skip
     if arm not in ("exact", "bf16") and device.type != "cuda":
         raise ConfigError(f"arm {arm!r}: vLLM's own block FP8 needs a GPU", remedy='set rollout.engine = "embedded"')
+    if arm not in ("exact", "bf16") and (foreign := foreign_deep_gemm()):
+        raise ConfigError(f"arm {arm!r}: {foreign.message}", remedy=foreign.remedy)
 
 
 def vllm_rollout(pair: Pair, config: Config) -> ExactVllm | StockVllm:

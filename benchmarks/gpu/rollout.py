@@ -7,8 +7,9 @@ graphs, its own choice of runner and attention, ``quantization="fp8_per_block"``
 own with asynchronous scheduling, and report the sampled tokens' log-probabilities. ``ours-v2`` is ``ours`` on vLLM's V2
 runner; ``schedule`` with vLLM's own splits and tiles of attention, fast and not exact: what exactness costs.
 ``kernels`` compiles DeepGEMM's kernels in parallel before; ``sync`` and ``ipc`` time weight updates in one process and
-between two. ``--profile decode``, or, of 512 requests, ``prefill``, adds a table of what the card does in such steps,
-of a run of its own; throughput is then that of an engine whose steps are annotated, so lower.
+between two. With ``--seats`` so many requests run at a time, and end after different numbers of tokens: prompts join
+while others decode. ``--profile decode``, or, of 512 requests, ``prefill``, adds a table of what the card does in such
+steps, of a run of its own; throughput is then that of an engine whose steps are annotated, so lower.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--requests", nargs="+", type=positive, default=[64, 256, 512, 16])
     parser.add_argument("--input-len", type=positive, default=512)
     parser.add_argument("--output-len", type=positive, default=1024)
+    parser.add_argument("--seats", type=positive, help="requests at a time; by default all, of equal lengths")
     parser.add_argument("--warmup-len", type=positive, default=16, help="new tokens of the run that warms up")
     parser.add_argument("--layers", type=positive, default=36)
     parser.add_argument("--block-size", type=positive, help="tokens of a page of the cache, in precgraph's engines")
@@ -75,6 +77,7 @@ def main() -> None:
         shape = f"Qwen3-8B shapes, {options.layers} layers"
         if "requests" in found:
             shape += f", {found['requests']} x ({options.input_len} + {options.output_len})"
+            shape += f", {options.seats} at a time, lengths vary" if options.seats else ""
             speeds[engine, found["requests"]] = found["tokens/s"]
         name = NAMES.get(engine, engine)
         return [Result(shape, f"{name}, {k}", float(found[k]), unit) for k, unit in UNITS.items() if k in found]
@@ -120,10 +123,11 @@ def profile(engine: str, llm: Any, options: argparse.Namespace, requests: int) -
 def start(engine: str, options: argparse.Namespace) -> Any:
     """The engine, with the same limits for all."""
     folder = folder_of(qwen3_8b(options.layers), f"qwen3-{options.layers}")
+    longest = 2 * options.output_len if options.seats else options.output_len
     limits: dict[str, Any] = {
         "load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.92,
-        "max_num_batched_tokens": 8192, "max_num_seqs": max(options.requests),
-        "max_model_len": options.input_len + max(options.output_len, PROFILED_LEN if options.profile else 0) + 16,
+        "max_num_batched_tokens": 8192, "max_num_seqs": options.seats or max(options.requests),
+        "max_model_len": options.input_len + max(longest, PROFILED_LEN if options.profile else 0) + 16,
         "enable_prefix_caching": False, "disable_log_stats": False,
     }  # fmt: skip
     if options.cache is not None:
@@ -146,6 +150,10 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         return LLM(folder, block_size=options.block_size, **limits).engine
     import vllm
 
+    from precgraph.runtime.vllm.versions import foreign_deep_gemm
+
+    if engine == "fp8" and (foreign := foreign_deep_gemm()):
+        raise foreign
     return vllm.LLM(folder, dtype="bfloat16", quantization={"fp8": "fp8_per_block"}.get(engine), **limits)
 
 
@@ -159,13 +167,16 @@ def run(llm: Any, options: argparse.Namespace, requests: int, output: int) -> di
     prompts = [
         {"prompt_token_ids": [rng.randrange(1000, 150000) for _ in range(options.input_len)]} for _ in range(requests)
     ]
-    params = SamplingParams(max_tokens=output, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
+    lengths = [rng.randint(1, 2 * output - 1) if options.seats else output for _ in range(requests)]
+    params = [
+        SamplingParams(max_tokens=n, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False) for n in lengths
+    ]
     begun = time.monotonic()
     with rare_full_collections():  # for all engines: or this process, which reads the replies, is what is measured
         outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.monotonic() - begun
     made = sum(len(o.outputs[0].token_ids) for o in outputs)
-    assert made == requests * output
+    assert made == sum(lengths)
     first = [o.metrics.first_token_latency for o in outputs if o.metrics is not None]
     found = {"tokens/s": made / seconds, "seconds": seconds}
     return found | ({"ttft_s": statistics.median(first)} if first else {})
@@ -262,7 +273,8 @@ def small_engine(options: argparse.Namespace, **more: Any) -> Any:
 
 
 def updates(actor: Any, update: Any) -> dict[str, float]:
-    """Median time of an update after an optimiser step, and what the card holds more after many."""
+    """Median time of an update after an optimiser step, and what the card holds more after all than after the first
+    and than after half of them."""
     import torch
 
     def timed() -> float:
@@ -276,12 +288,14 @@ def updates(actor: Any, update: Any) -> dict[str, float]:
         return 1000 * (time.perf_counter() - begun)
 
     timed()
-    torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[0]
-    times = [timed() for _ in range(SYNCS)]
-    torch.cuda.empty_cache()
-    growth = (free - torch.cuda.mem_get_info()[0]) / 2**20
-    return {"syncs": SYNCS, "sync_ms": statistics.median(times), "slowest_ms": max(times), "growth_mib": growth}
+    times, free = [], [torch.cuda.mem_get_info()[0] / 2**20]
+    for _ in range(SYNCS):
+        times.append(timed())
+        free.append(torch.cuda.mem_get_info()[0] / 2**20)
+    return {
+        "syncs": SYNCS, "sync_ms": statistics.median(times), "slowest_ms": max(times), "growth_mib": free[0] - free[-1],
+        "late_growth_mib": free[SYNCS // 2] - free[-1],
+    }  # fmt: skip
 
 
 PARTS = {

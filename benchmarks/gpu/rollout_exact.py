@@ -4,7 +4,8 @@
 [--output-len 1024] [--layers 4] [--gguf FILE] [--logs DIR]``. Models: Qwen3-8B's shapes with a few layers and random
 weights (head width 128), and SmolLM2-135M-Instruct (64). Per model, ``ours`` is precgraph's engine on the trainer's own
 store, with CUDA graphs, chunked prefill and prefix caching, also after an update of the weights and after sleep and
-wake; ``bf16`` and ``fp8`` are stock vLLM, scored by Hugging Face's BF16 model and by precgraph's FP8 training program.
+wake (on the V2 runner with ``VLLM_USE_V2_MODEL_RUNNER=1``); ``bf16`` and ``fp8`` are stock vLLM, scored by Hugging
+Face's BF16 model and by precgraph's FP8 training program.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 from benchmarks.common.engines import ROOT, add_options, drive, folder_of, qwen3_8b, random_model, report
 from benchmarks.common.options import positive
 from benchmarks.common.results import Result
+from precgraph.runtime.vllm import RUNNER
 
 MODELS = ("random", "smollm")
 RUNS = ("ours", "sleep", "bf16", "fp8")
@@ -63,7 +65,8 @@ def rows(options: argparse.Namespace, part: str, found: dict[str, Any]) -> list[
     model, run = part.split("-")
     name = f"Qwen3-8B shapes, {options.layers} layers" if model == "random" else "SmolLM2-135M-Instruct"
     shape = f"{name}, {options.requests} x ({options.input_len} + {options.output_len})"
-    what = f"{run}, {found['of']}, scored by {found['trainer']}"
+    runner = " on V2" if os.environ.get(RUNNER) == "1" and run in ("ours", "sleep") else ""
+    what = f"{run}{runner}, {found['of']}, scored by {found['trainer']}"
     return [
         *(Result(shape, f"{what}: {k} |delta log-prob|", found[k], "nat") for k in ("max", "mean")),
         Result(shape, f"{what}: tokens that differ", found["differ"], f"of {found['tokens']}"),
@@ -204,7 +207,10 @@ def stock(model: str, run: str, options: argparse.Namespace) -> None:
     import precgraph
     from precgraph.runtime.engine import Completion
     from precgraph.runtime.vllm.params import completion_fields
+    from precgraph.runtime.vllm.versions import foreign_deep_gemm
 
+    if run == "fp8" and (foreign := foreign_deep_gemm()):
+        raise foreign
     plain, _, prompts = load(model, options)
     checkpoint = save(plain, options)
     llm = vllm.LLM(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.trainer import tiny
 from trainer.errors import ConfigError
 from trainer.loop import Trainer
 from trainer.metrics import read_records
+from trainer.rollout_vllm import require_vllm
 
 pytestmark = pytest.mark.vllm
 ENGINE = {"engine": "vllm", "max_sequences": 8, "max_batch_tokens": 64}
@@ -83,3 +85,14 @@ def test_what_vllm_cannot_run_on_a_cpu(make: Any, arm: str) -> None:
 def test_truncated_sampling_needs_the_kept_mass(make: Any) -> None:
     with pytest.raises(ConfigError, match="truncated distribution"):
         make("cut", {**ENGINE, "top_p": 0.9}, precision={"arm": "bf16"})
+
+
+def test_vllms_fp8_on_somebody_elses_deep_gemm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before anything is loaded; precgraph's own program takes either."""
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "0.1.5" if n == "sgl-deep-gemm" else version(n))
+    for arm in ("unified", "mixed"):
+        config = tiny.settings(tmp_path, rollout=dict(ENGINE), precision={"arm": arm, "allow_mismatch": True})
+        with pytest.raises(ConfigError, match="sgl-deep-gemm 0.1.5.*; pip uninstall sgl-deep-gemm"):
+            require_vllm(config, torch.device("cuda"))
+    require_vllm(tiny.settings(tmp_path, rollout=dict(ENGINE)), torch.device("cuda"))

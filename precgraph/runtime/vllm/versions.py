@@ -144,6 +144,22 @@ def installed() -> str:
     )
 
 
+def foreign_deep_gemm() -> UnsupportedModelError | None:
+    """Why vLLM's own FP8 models are not to be used here: they would multiply by ``sgl-deep-gemm``.
+
+    vLLM takes a ``deep_gemm`` that is installed before the copy inside it. vLLM 0.26 with sgl-deep-gemm 0.1.5 (H200,
+    ``benchmarks/gpu/rollout_exact.py``): log-probabilities 1.99 nat from BF16's on average, 0.26 with its own copy.
+    """
+    try:
+        found = importlib.metadata.version("sgl-deep-gemm")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    return UnsupportedModelError(
+        f"vLLM's own FP8 models take sgl-deep-gemm {found} for the DeepGEMM inside vLLM, and give wrong tokens",
+        remedy="pip uninstall sgl-deep-gemm: where there is vLLM, precgraph needs none of its own",
+    )
+
+
 def require_version(version: str | None = None) -> None:
     """UnsupportedModelError unless the installed vLLM (or ``version``) is of the range that was tested."""
     version = version or installed()

@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 GPU_PYTHON ?= python3
 PYTEST_ARGS ?=
 # Sizes at the borders of blocks; what memcheck slows a hundredfold has to be small.
-MEMCHECK ?= (384 or 576 or 997 or 80 or 100 or 300) and not 1536 and not 4096 and not 8192
+MEMCHECK ?= fingerprint or ((384 or 576 or 997 or 80 or 100 or 300) and not 1536 and not 4096 and not 8192)
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.lowering.triton.logprobs import tempered
-from precgraph.lowering.triton.primitives import EXACT, exp
+from precgraph.lowering.triton.primitives import EXACT, exp, power_of_two
 from precgraph.lowering.triton.reductions import VOCABULARY_BLOCK, finite
 
 
@@ -31,7 +31,7 @@ def draw(logits: Tensor, temperature: Tensor, quantiles: Tensor, sums: Tensor) -
     ids = torch.empty(N, dtype=torch.int64, device=logits.device)
     _draw_kernel[(N,)](
         logits, temperature, quantiles, sums.contiguous(), ids, logits.stride(0), N, V, blocks,
-        triton.next_power_of_2(blocks), VOCABULARY_BLOCK, num_warps=8, **EXACT,
+        power_of_two(blocks), VOCABULARY_BLOCK, num_warps=8, **EXACT,
     )  # fmt: skip
     return ids
 

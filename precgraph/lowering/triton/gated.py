@@ -7,6 +7,8 @@ Bits are those of :mod:`precgraph.lowering.reference.elementwise` followed by :f
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
 from precgraph.format import Format
+from precgraph.lowering.packs import padded
 from precgraph.lowering.triton.gluon_tiles import (
     CHUNK,
     CHUNKS,
@@ -28,12 +31,11 @@ from precgraph.lowering.triton.gluon_tiles import (
     stage,
     store_staged,
 )
-from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, require_bf16, words
+from precgraph.lowering.triton.layouts import apart, matrix, new_like, new_rows, new_tokens, require_bf16, words
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
     OVERLAPPING,
-    Rule,
     activation_slope,
     activation_value,
     await_inputs,
@@ -41,7 +43,6 @@ from precgraph.lowering.triton.primitives import (
     inside_tile,
     load_tile,
     narrow,
-    require,
     rule,
     source,
     store_groups,
@@ -95,18 +96,21 @@ def fused_gated(
     want_value: bool = False,
 ) -> Gated:
     """:func:`gated`, its value optional, quantised along rows, tokens or both in one read of ``gate, up [..., I]``."""
-    shape, height, (rows_rule, tokens_rule) = _prepare((gate, up), activation, rows_fmt, tokens_fmt)
-    value = torch.empty(shape, dtype=gate.dtype, device=gate.device) if want_value else None
-    rows = new_rows(shape, rows_fmt, gate.device)[0] if rows_fmt is not None else None
-    tokens = new_tokens(shape, tokens_fmt, gate.device)[0] if tokens_fmt is not None else None
-    left, right = flatten(gate), flatten(up)
-    T, width = left.shape
+    require_bf16(up=up, gate=gate)
+    _check((gate, up), activation)
+    rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
+    shape, device = gate.shape, gate.device
+    value = new_like(gate) if want_value else None
+    rows = new_rows(shape, rows_fmt, device) if rows_fmt is not None else None
+    tokens = new_tokens(shape, tokens_fmt, device) if tokens_fmt is not None else None
+    (left, left_step), (right, right_step) = matrix(gate), matrix(up)
+    T, width = math.prod(shape[:-1]), shape[-1]
     operands = (left, right, value, rows and rows.codes, rows and rows.scales)
-    sizes = (T, left.stride(0), right.stride(0), width)
+    sizes = (T, left_step, right_step, width)
     meaning = (activation, source(rows_fmt, tokens_fmt), rows_rule)
-    grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
+    grid = (ceil_div(T, _ROWS if tokens is None else GROUP) * ceil_div(width, GROUP),)
     if tokens is None:
-        _gated_kernel[grid](*operands, *sizes, height, *meaning, num_warps=4, **OVERLAPPING)
+        _gated_kernel[grid](*operands, *sizes, _ROWS, *meaning, num_warps=4, **OVERLAPPING)
     else:
         outputs = (words(tokens), tokens.scales)
         _gated_tiles[grid](*operands, *outputs, *sizes, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
@@ -131,42 +135,44 @@ def fused_gated_backward(
     want_value: bool = False,
 ) -> GatedGrads:
     """:func:`gated_backward`, its value optional, both gradients quantised for DGrad and WGrad in one read."""
-    shape, height, (rows_rule, tokens_rule) = _prepare((dy, gate, up), activation, rows_fmt, tokens_fmt)
+    require_bf16(up=up, gate=gate, dy=dy)
+    _check((dy, gate, up), activation)
+    rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
+    shape, device = dy.shape, dy.device
     if tokens_fmt is not None and shape[-1] % GROUP:
         raise LoweringError(
             f"gradients of a gated unit {shape[-1]} wide are not whole blocks of {GROUP}",
             remedy="quantise the value of gated_backward instead",
         )
-    dgate = torch.empty(shape, dtype=dy.dtype, device=dy.device) if want_value else None
-    dup = torch.empty_like(dgate) if dgate is not None else None
-    rows = new_rows(shape, rows_fmt, dy.device, parts=2) if rows_fmt is not None else None
-    tokens = new_tokens(shape, tokens_fmt, dy.device, parts=2) if tokens_fmt is not None else None
-    grad, left, right = flatten(dy), flatten(gate), flatten(up)
-    T, width = left.shape
-    operands = (grad, left, right, dgate, dup, rows and rows[-1].codes, rows and rows[-1].scales)
-    sizes = (T, grad.stride(0), left.stride(0), right.stride(0), width)
+    dgate = new_like(dy) if want_value else None
+    dup = new_like(dy) if want_value else None
+    T, width = math.prod(shape[:-1]), shape[-1]
+    both = torch.Size((*shape[:-1], 2 * padded(width)))
+    rows = new_rows(both, rows_fmt, device) if rows_fmt is not None else None
+    tokens = new_tokens(both, tokens_fmt, device) if tokens_fmt is not None else None
+    (grad, grad_step), (left, left_step), (right, right_step) = matrix(dy), matrix(gate), matrix(up)
+    operands = (grad, left, right, dgate, dup, rows and rows.codes, rows and rows.scales)
+    sizes = (T, grad_step, left_step, right_step, width)
     meaning = (activation, source(rows_fmt, tokens_fmt), rows_rule)
-    grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
+    grid = (ceil_div(T, _ROWS if tokens is None else GROUP) * ceil_div(width, GROUP),)
     if tokens is None:
-        _backward_kernel[grid](*operands, *sizes, height, *meaning, num_warps=4, **EXACT)
+        _backward_kernel[grid](*operands, *sizes, _ROWS, *meaning, num_warps=4, **EXACT)
     else:
-        outputs = (words(tokens[-1]), tokens[-1].scales)
+        outputs = (words(tokens), tokens.scales)
         _backward_tiles[grid](*operands, *outputs, *sizes, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
-    return GatedGrads(dgate, dup, rows, tokens)
+    return GatedGrads(dgate, dup, _with_parts(rows, (gate, up)), _with_parts(tokens, (gate, up)))
 
 
-def _prepare(
-    operands: tuple[Tensor, ...], activation: str, rows_fmt: Format | None, tokens_fmt: Format | None
-) -> tuple[torch.Size, int, tuple[Rule | None, Rule | None]]:
-    """Check a call; the shape, the height of a tile and the compiled formats."""
-    require(*operands)
-    require_bf16(**dict(zip(("up", "gate", "dy"), reversed(operands), strict=False)))
-    if len({t.shape for t in operands}) != 1:
+def _with_parts(both: QTensor | None, parts: Sequence[Tensor]) -> tuple[QTensor, ...] | None:
+    return None if both is None else (*apart(both, parts), both)
+
+
+def _check(operands: Sequence[Tensor], activation: str) -> None:
+    shape = operands[0].shape
+    if any(t.shape != shape for t in operands):
         raise InputError(f"operands of a gated unit differ in shape: {[list(t.shape) for t in operands]}")
     if activation not in _ACTIVATIONS:
         raise LoweringError(f"no Triton kernel computes {activation!r}", remedy=f"known: {', '.join(_ACTIVATIONS)}")
-    height = GROUP if tokens_fmt is not None else _ROWS
-    return operands[0].shape, height, (rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1"))
 
 
 @triton.jit

@@ -6,70 +6,68 @@ The logical tensor of a :class:`~precgraph.quantizer.QTensor` does not change wi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from precgraph.errors import InputError
 from precgraph.format import Format
-from precgraph.lowering.triton.primitives import GROUP, ceil_div
+from precgraph.lowering.packs import padded
+from precgraph.lowering.triton.primitives import GROUP, ceil_div, require
 from precgraph.quantizer import QTensor
 
 
-def flatten(x: Tensor) -> Tensor:
-    """``[..., K] -> [T, K]`` with unit stride along K: a view, unless the strides allow none."""
-    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(math.prod(x.shape[:-1]), x.shape[-1])
-    return flat if flat.stride(1) == 1 else flat.contiguous()
+def matrix(x: Tensor) -> tuple[Tensor, int]:
+    """``x [..., K]`` as a kernel reads ``[T, K]``: a tensor that begins where the matrix does, and the step between
+    rows. Nothing is copied, unless the strides allow no matrix with unit stride along K."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return rows, rows.stride(0)
+
+
+def new_like(x: Tensor) -> Tensor:
+    """An empty contiguous tensor; half the host's time of a `torch.empty` that is given a shape."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def require_bf16(**tensors: Tensor | None) -> None:
-    """`InputError` for an operand of another dtype: the fused kernels' cast points are those of bf16 models."""
+    """What :func:`~precgraph.lowering.triton.primitives.require` asks, and `InputError` for an operand of another
+    dtype: the fused kernels' cast points are those of bf16 models."""
+    require(*tensors.values())
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype != torch.bfloat16:
             raise InputError(f"{name} is {tensor.dtype}", remedy="the fused Triton kernels take bf16")
 
 
-def new_rows(shape: torch.Size, fmt: Format, device: torch.device, parts: int = 1) -> tuple[QTensor, ...]:
-    """Empty 1×128 buffers: codes ``[T, pad(K)]``, scales ``[T, K/128]`` with strides ``(1, T up to 4)``.
-
-    With several ``parts`` of one shape, followed by their joint tensor ``[..., parts * pad(K)]``, whose column slices
-    they are.
-    """
+def new_rows(shape: torch.Size, fmt: Format, device: torch.device) -> QTensor:
+    """Empty 1×128 buffers: codes ``[T, pad(K)]``, scales ``[T, K/128]`` with strides ``(1, T up to 4)``."""
     tokens, groups = math.prod(shape[:-1]), ceil_div(shape[-1], GROUP)
-    width = groups * GROUP
-    codes = torch.empty(tokens, parts * width, dtype=fmt.torch_dtype, device=device)
-    rows = ceil_div(tokens, 4) * 4
-    scales = torch.empty(parts * groups, rows, dtype=torch.float32, device=device)[:, :tokens].t()
-    joint = QTensor(codes, scales, torch.Size((*shape[:-1], parts * width)), fmt)
-    if parts == 1:
-        return (QTensor(codes, scales, shape, fmt),)
-    return (
-        *(
-            QTensor(codes[:, i * width :][:, :width], scales[:, i * groups :][:, :groups], shape, fmt)
-            for i in range(parts)
-        ),
-        joint,
-    )
+    codes = torch.empty(tokens, groups * GROUP, dtype=fmt.torch_dtype, device=device)
+    scales = torch.empty(groups, ceil_div(tokens, 4) * 4, dtype=torch.float32, device=device)
+    return QTensor(codes, scales.as_strided((tokens, groups), (1, scales.stride(0))), shape, fmt)
 
 
-def new_tokens(shape: torch.Size, fmt: Format, device: torch.device, parts: int = 1) -> tuple[QTensor, ...]:
-    """Empty 128×1 buffers: codes ``[pad(T), K]``, the transposed view of ``[K, pad(T)]``; scales ``[T/128, K]``.
-
-    With several ``parts``, followed by their joint tensor ``[..., parts * K]``, whose column slices they are.
-    """
+def new_tokens(shape: torch.Size, fmt: Format, device: torch.device) -> QTensor:
+    """Empty 128×1 buffers: codes ``[pad(T), K]``, the transposed view of ``[K, pad(T)]``; scales ``[T/128, K]``."""
     blocks, width = ceil_div(math.prod(shape[:-1]), GROUP), shape[-1]
-    codes = torch.empty(parts * width, blocks * GROUP, dtype=fmt.torch_dtype, device=device).t()
-    scales = torch.empty(blocks, parts * width, dtype=torch.float32, device=device)
-    joint = QTensor(codes, scales, torch.Size((*shape[:-1], parts * width)), fmt)
-    if parts == 1:
-        return (joint,)
-    return (
-        *(
-            QTensor(codes[:, i * width :][:, :width], scales[:, i * width :][:, :width], shape, fmt)
-            for i in range(parts)
-        ),
-        joint,
-    )
+    codes = torch.empty(width, blocks * GROUP, dtype=fmt.torch_dtype, device=device).t()
+    return QTensor(codes, torch.empty(blocks, width, dtype=torch.float32, device=device), shape, fmt)
+
+
+def apart(q: QTensor | None, parts: Sequence[Tensor]) -> list[QTensor]:
+    """The columns of ``q`` that hold each of ``parts``, which are padded to whole blocks."""
+    if q is None or len(parts) == 1:
+        return [] if q is None else [q]
+    step, start, found = q.format.block[1], 0, []
+    for part in parts:
+        stop = start + padded(part.shape[-1], step)
+        scales = q.scales[:, start // step : stop // step]
+        found.append(QTensor(q.codes[:, start:stop], scales, part.shape, q.format))
+        start += padded(part.shape[-1])
+    return found
 
 
 def pairs(q: QTensor) -> Tensor:

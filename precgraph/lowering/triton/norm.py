@@ -7,6 +7,7 @@ in order, then halves). A row lives in the registers of one program. Operands an
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from precgraph.errors import InputError, LoweringError
 from precgraph.format import Format
 from precgraph.lowering.reference.reductions import PIECE
-from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, pairs, require_bf16
+from precgraph.lowering.triton.layouts import matrix, new_like, new_rows, new_tokens, pairs, require_bf16
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
@@ -29,9 +30,9 @@ from precgraph.lowering.triton.primitives import (
     load_tile,
     magnitude,
     pack_pair,
+    power_of_two,
     quantise_rows,
     ratio,
-    require,
     rule,
     scale_of,
     source,
@@ -81,17 +82,19 @@ def fused_norm(
     One kernel, unless tokens are asked for: their groups span 128 rows, so a second kernel normalises the sum again and
     quantises it both ways, last rows first, which the first kernel has just written.
     """
-    operands = {"x": x, "residual": residual, "weight": weight}
-    _check(operands, x, weight)
+    require_bf16(x=x, residual=residual, weight=weight)
+    _check_width(x, weight)
     rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
     if residual is not None and residual.shape != x.shape:
         raise InputError(f"x is {list(x.shape)}, its residual {list(residual.shape)}")
-    flat, other = flatten(x), None if residual is None else flatten(residual)
-    T, C = flat.shape
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if residual is not None else None
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device) if want_normed else None
-    rows = new_rows(x.shape, rows_fmt, x.device)[0] if rows_fmt is not None else None
-    tokens = new_tokens(x.shape, tokens_fmt, x.device)[0] if tokens_fmt is not None else None
+    flat, step = matrix(x)
+    other, other_step = (None, 0) if residual is None else matrix(residual)
+    T, C = math.prod(x.shape[:-1]), x.shape[-1]
+    total = new_like(x) if residual is not None else None
+    normed = new_like(x) if want_normed else None
+    rows = new_rows(x.shape, rows_fmt, x.device) if rows_fmt is not None else None
+    tokens = new_tokens(x.shape, tokens_fmt, x.device) if tokens_fmt is not None else None
+    rounded = source(rows_fmt, tokens_fmt)
     scale = torch.empty(T, dtype=torch.float32, device=x.device) if tokens is not None else None
     _rows_kernel[(T,)](
         flat,
@@ -103,18 +106,18 @@ def fused_norm(
         rows.codes if rows is not None and tokens is None else None,
         rows.scales if rows is not None and tokens is None else None,
         T,
-        flat.stride(0),
-        0 if other is None else other.stride(0),
+        step,
+        other_step,
         eps,
         C,
         _piece(C),
-        source(rows_fmt, tokens_fmt),
+        rounded,
         rows_rule if tokens is None else None,
         num_warps=4,
         **OVERLAPPING,
     )
     if tokens is not None:
-        summed = flat if total is None else flatten(total)
+        summed, step = (flat, step) if total is None else matrix(total)
         tiles = ceil_div(T, GROUP) * ceil_div(C, GROUP)
         _tiles_kernel[(tiles,)](
             summed,
@@ -125,9 +128,9 @@ def fused_norm(
             pairs(tokens),
             tokens.scales,
             T,
-            summed.stride(0),
+            step,
             C,
-            source(rows_fmt, tokens_fmt),
+            rounded,
             rows_rule,
             tokens_rule,
             num_warps=8,
@@ -146,12 +149,12 @@ def rms_norm_backward(
     is summed over tokens in fp32, 32 rows at a time and then those sums in order: the same bits in every run, not those
     of torch's own sum.
     """
-    operands = {"dy": dy, "x": x, "weight": weight, "residual_grad": residual_grad}
-    _check(operands, x, weight)
-    grad, flat = flatten(dy), flatten(x)
-    other = None if residual_grad is None else flatten(residual_grad)
-    T, C = flat.shape
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    require_bf16(dy=dy, x=x, weight=weight, residual_grad=residual_grad)
+    _check_width(x, weight)
+    (grad, grad_step), (flat, step) = matrix(dy), matrix(x)
+    other, other_step = (None, 0) if residual_grad is None else matrix(residual_grad)
+    T, C = math.prod(x.shape[:-1]), x.shape[-1]
+    dx = new_like(x)
     programs = ceil_div(T, _ROWS_A_PROGRAM)
     partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)
     _backward_kernel[(programs,)](
@@ -162,9 +165,9 @@ def rms_norm_backward(
         dx,
         partial,
         T,
-        grad.stride(0),
-        flat.stride(0),
-        0 if other is None else other.stride(0),
+        grad_step,
+        step,
+        other_step,
         eps,
         C,
         _piece(C),
@@ -175,9 +178,7 @@ def rms_norm_backward(
     return dx, sum_rows(partial, weight.dtype)
 
 
-def _check(operands: dict[str, Tensor | None], x: Tensor, weight: Tensor) -> None:
-    require(*operands.values())
-    require_bf16(**operands)
+def _check_width(x: Tensor, weight: Tensor) -> None:
     if weight.shape != x.shape[-1:] or not weight.is_contiguous():
         raise InputError(f"the weight of a norm over {x.shape[-1]} channels is {list(weight.shape)}")
     if x.shape[-1] > _MAX_WIDTH:
@@ -189,7 +190,7 @@ def _check(operands: dict[str, Tensor | None], x: Tensor, weight: Tensor) -> Non
 
 def _piece(C: int) -> int:
     """Width of a piece of the ordered sum, never narrower than a quantiser's group: zeros do not change a sum."""
-    return max(GROUP, min(PIECE, 1 << (C - 1).bit_length()))
+    return max(GROUP, min(PIECE, power_of_two(C)))
 
 
 @triton.jit(do_not_specialize=["T"])

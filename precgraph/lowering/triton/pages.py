@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError
-from precgraph.lowering.triton.primitives import OVERLAPPING, await_inputs, require
+from precgraph.lowering.triton.primitives import OVERLAPPING, await_inputs, power_of_two, require
 
 
 def store_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
@@ -45,8 +45,8 @@ def store_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
         page,
         H,
         D,
-        triton.next_power_of_2(H),
-        triton.next_power_of_2(D),
+        power_of_two(H),
+        power_of_two(D),
         num_warps=4,
         **OVERLAPPING,
     )

@@ -7,7 +7,9 @@ Bits are those of :func:`precgraph.quantizer.quantize`; layouts are those of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -16,7 +18,7 @@ from torch import Tensor
 
 from precgraph.errors import InputError
 from precgraph.format import Format
-from precgraph.lowering.packs import pad_columns, padded
+from precgraph.lowering.packs import pad_columns
 from precgraph.lowering.triton.gluon_tiles import (
     CHUNK,
     CHUNKS,
@@ -29,7 +31,7 @@ from precgraph.lowering.triton.gluon_tiles import (
     stage,
     store_staged,
 )
-from precgraph.lowering.triton.layouts import flatten, new_rows, new_tokens, words
+from precgraph.lowering.triton.layouts import apart, matrix, new_rows, new_tokens, words
 from precgraph.lowering.triton.primitives import (
     EXACT,
     GROUP,
@@ -103,13 +105,13 @@ def quantize_parts(
     if x.dtype not in _FLOATS or x.ndim == 0:
         raise InputError(f"cannot quantise a {x.ndim}-d {x.dtype} tensor", remedy="pass bf16, fp16 or fp32")
     rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
-    flat = [flatten(p) for p in parts]
-    T, ends = flat[0].shape[0], [sum(p.shape[1] for p in flat[: i + 1]) for i in range(len(flat))]
+    T, ends = math.prod(x.shape[:-1]), list(accumulate(p.shape[-1] for p in parts))
     shape, width = torch.Size((*x.shape[:-1], ends[-1])), ends[-1]
-    rows = new_rows(shape, rows_fmt, x.device)[0] if rows_fmt is not None else None
-    tokens = new_tokens(shape, tokens_fmt, x.device)[0] if tokens_fmt is not None else None
-    absent = PARTS - len(flat)
-    sources = (*flat, *[None] * absent, *(p.stride(0) for p in flat), *[0] * absent)
+    rows = new_rows(shape, rows_fmt, x.device) if rows_fmt is not None else None
+    tokens = new_tokens(shape, tokens_fmt, x.device) if tokens_fmt is not None else None
+    matrices, steps = zip(*map(matrix, parts), strict=True)
+    absent = PARTS - len(parts)
+    sources = (*matrices, *[None] * absent, *steps, *[0] * absent)
     meaning = (T, *ends, *[width] * absent, source(rows_fmt, tokens_fmt), rows_rule)
     height = GROUP if tokens is not None else _ROWS
     grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
@@ -130,25 +132,11 @@ def quantize_apart(
     They are read where they are, if the kernel can; else they are joined, each padded to whole blocks. A list is empty
     where its format is None.
     """
-    flat = [p.reshape(-1, p.shape[-1]) for p in parts]
-    whole = parts if len(parts) == 1 else flat
+    whole = parts if len(parts) == 1 else [p.reshape(-1, p.shape[-1]) for p in parts]
     if not side_by_side(whole):
-        whole = [torch.cat([pad_columns(p) for p in flat], dim=1)]
+        whole = [torch.cat([pad_columns(p) for p in whole], dim=1)]
     rows, tokens = quantize_parts(whole, rows_fmt, tokens_fmt)
-    return _apart(rows, parts), _apart(tokens, parts)
-
-
-def _apart(q: QTensor | None, parts: Sequence[Tensor]) -> list[QTensor]:
-    """The columns of ``q`` that hold each part."""
-    if q is None or len(parts) == 1:
-        return [] if q is None else [q]
-    step, start, found = q.format.block[1], 0, []
-    for part in parts:
-        stop = start + padded(part.shape[-1], step)
-        scales = q.scales[:, start // step : stop // step]
-        found.append(QTensor(q.codes[:, start:stop], scales, part.shape, q.format))
-        start += padded(part.shape[-1])
-    return found
+    return apart(rows, parts), apart(tokens, parts)
 
 
 @triton.jit

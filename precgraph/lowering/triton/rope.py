@@ -17,7 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
-from precgraph.lowering.triton.primitives import EXACT, OVERLAPPING, await_inputs, bf16, ceil_div, negative, require
+from precgraph.lowering.triton.layouts import new_like
+from precgraph.lowering.triton.primitives import (
+    EXACT,
+    OVERLAPPING,
+    await_inputs,
+    bf16,
+    ceil_div,
+    negative,
+    power_of_two,
+    require,
+)
 from precgraph.lowering.triton.reductions import halving_sum, mean, reciprocal_root, sum_rows, weighted
 
 _HEADS = 2  # heads whose loads are on their way together
@@ -47,13 +57,12 @@ def rotate(
     ``xs`` are q and k, ``[1, T, H, D]`` with any numbers of heads, or one of them; ``back`` turns as a gradient is.
     """
     gains: Sequence[Tensor | None] = weights or [None] * len(xs)
-    for x, gain in zip(xs, gains, strict=True):
-        _check(x, gain, cos, sin, wide)
-    outs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in xs]
-    operands = [(x, gain, out, x.stride(1), x.stride(2)) for x, gain, out in zip(xs, gains, outs, strict=True)]
+    _check(xs, gains, cos, sin, wide)
+    outs = [new_like(x) for x in xs]
+    operands = [(x, gain, out, *x.stride()[1:3]) for x, gain, out in zip(xs, gains, outs, strict=True)]
     first, second = (*operands, (None, None, None, 0, 0))[:2]
-    H, H_2 = (*(x.shape[2] for x in xs), 0)[:2]
-    _, T, _, D = xs[0].shape
+    _, T, H, D = xs[0].shape
+    H_2 = xs[1].shape[2] if len(xs) > 1 else 0
     P, tokens = _tile(D)
     _rotate_kernel[(ceil_div(T, tokens) * (ceil_div(H, _HEADS) + ceil_div(H_2, _HEADS)),)](
         *first,
@@ -84,10 +93,9 @@ def norm_rope_backward(
 
     dweight is summed in fp32: over the heads of a token, a few tokens, then those sums in order.
     """
-    _check(dy, weight, cos, sin, wide)
-    _check(x, weight, cos, sin, wide)
+    _check((dy, x), (weight, weight), cos, sin, wide)
     _, T, H, D = dy.shape
-    dx = torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    dx = new_like(dy)
     P, tokens = _tile(D)
     programs = ceil_div(T, tokens)
     partial = torch.empty(programs, D, dtype=torch.float32, device=dy.device)
@@ -120,29 +128,32 @@ def norm_rope_backward(
 
 def _tile(D: int) -> tuple[int, int]:
     """The power of two from D/2 on, and the tokens of a tile of 512 halves of heads, so wide."""
-    P = triton.next_power_of_2(D // 2)
+    P = power_of_two(D // 2)
     return P, max(1, 512 // P)
 
 
-def _check(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, wide: bool) -> None:
-    require(x, weight, cos, sin)
-    D = x.shape[-1]
-    if x.ndim != 4 or x.shape[0] != 1 or x.stride(3) != 1 or x.dtype != torch.bfloat16:
-        raise InputError(
-            f"rope takes bf16 [1, T, H, D] with unit stride along D, not {x.dtype} {list(x.shape)}",
-            remedy="pass heads as split_heads makes them",
-        )
+def _check(xs: Sequence[Tensor], weights: Sequence[Tensor | None], cos: Tensor, sin: Tensor, wide: bool) -> None:
+    require(*xs, *weights, cos, sin)
     tables = torch.float32 if wide and cos.dtype == torch.float32 else torch.bfloat16
-    for table in (cos, sin):
-        if table.shape != (1, x.shape[1], D) or table.dtype != tables or table.stride() != cos.stride():
-            raise InputError(f"cos and sin of {list(x.shape)} are {table.dtype} {list(table.shape)}")
-    if cos.stride(2) != 1 or D % 2 or D > 512:
-        raise LoweringError(
-            f"no Triton kernel rotates heads of {D} by tables of strides {cos.stride()}",
-            remedy="compile with backend='reference'",
-        )
-    if weight is not None and (weight.shape != (D,) or weight.dtype != x.dtype or not weight.is_contiguous()):
-        raise InputError(f"the weight of a norm over heads of {D} is {weight.dtype} {list(weight.shape)}")
+    alike = sin.shape == cos.shape and sin.dtype == cos.dtype and sin.stride() == cos.stride()
+    for x, weight in zip(xs, weights, strict=True):
+        D = x.shape[-1]
+        if x.ndim != 4 or x.shape[0] != 1 or x.stride(3) != 1 or x.dtype != torch.bfloat16:
+            raise InputError(
+                f"rope takes bf16 [1, T, H, D] with unit stride along D, not {x.dtype} {list(x.shape)}",
+                remedy="pass heads as split_heads makes them",
+            )
+        fits = cos.shape == (1, x.shape[1], D) and cos.dtype == tables
+        if not fits or not alike:
+            wrong = sin if fits else cos
+            raise InputError(f"cos and sin of {list(x.shape)} are {wrong.dtype} {list(wrong.shape)}")
+        if cos.stride(2) != 1 or D % 2 or D > 512:
+            raise LoweringError(
+                f"no Triton kernel rotates heads of {D} by tables of strides {cos.stride()}",
+                remedy="compile with backend='reference'",
+            )
+        if weight is not None and (weight.shape != (D,) or weight.dtype != x.dtype or not weight.is_contiguous()):
+            raise InputError(f"the weight of a norm over heads of {D} is {weight.dtype} {list(weight.shape)}")
 
 
 @triton.jit

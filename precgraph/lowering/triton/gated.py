@@ -7,7 +7,6 @@ Bits are those of :mod:`precgraph.lowering.reference.elementwise` followed by :f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,9 +41,8 @@ from precgraph.lowering.triton.primitives import (
     ceil_div,
     inside_tile,
     load_tile,
+    meaning,
     narrow,
-    rule,
-    source,
     store_groups,
     store_rows,
     times,
@@ -98,22 +96,21 @@ def fused_gated(
     """:func:`gated`, its value optional, quantised along rows, tokens or both in one read of ``gate, up [..., I]``."""
     require_bf16(up=up, gate=gate)
     _check((gate, up), activation)
-    rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
+    rounded, rows_rule, tokens_rule = meaning(rows_fmt, tokens_fmt)
     shape, device = gate.shape, gate.device
     value = new_like(gate) if want_value else None
     rows = new_rows(shape, rows_fmt, device) if rows_fmt is not None else None
     tokens = new_tokens(shape, tokens_fmt, device) if tokens_fmt is not None else None
     (left, left_step), (right, right_step) = matrix(gate), matrix(up)
-    T, width = math.prod(shape[:-1]), shape[-1]
+    T, width = shape[:-1].numel(), shape[-1]
     operands = (left, right, value, rows and rows.codes, rows and rows.scales)
-    sizes = (T, left_step, right_step, width)
-    meaning = (activation, source(rows_fmt, tokens_fmt), rows_rule)
+    sizes, constants = (T, left_step, right_step, width), (activation, rounded, rows_rule)
     grid = (ceil_div(T, _ROWS if tokens is None else GROUP) * ceil_div(width, GROUP),)
     if tokens is None:
-        _gated_kernel[grid](*operands, *sizes, _ROWS, *meaning, num_warps=4, **OVERLAPPING)
+        _gated_kernel[grid](*operands, *sizes, _ROWS, *constants, num_warps=4, **OVERLAPPING)
     else:
         outputs = (words(tokens), tokens.scales)
-        _gated_tiles[grid](*operands, *outputs, *sizes, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
+        _gated_tiles[grid](*operands, *outputs, *sizes, *constants, tokens_rule, num_warps=WARPS, **EXACT)
     return Gated(value, rows, tokens)
 
 
@@ -137,7 +134,7 @@ def fused_gated_backward(
     """:func:`gated_backward`, its value optional, both gradients quantised for DGrad and WGrad in one read."""
     require_bf16(up=up, gate=gate, dy=dy)
     _check((dy, gate, up), activation)
-    rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
+    rounded, rows_rule, tokens_rule = meaning(rows_fmt, tokens_fmt)
     shape, device = dy.shape, dy.device
     if tokens_fmt is not None and shape[-1] % GROUP:
         raise LoweringError(
@@ -146,20 +143,19 @@ def fused_gated_backward(
         )
     dgate = new_like(dy) if want_value else None
     dup = new_like(dy) if want_value else None
-    T, width = math.prod(shape[:-1]), shape[-1]
+    T, width = shape[:-1].numel(), shape[-1]
     both = torch.Size((*shape[:-1], 2 * padded(width)))
     rows = new_rows(both, rows_fmt, device) if rows_fmt is not None else None
     tokens = new_tokens(both, tokens_fmt, device) if tokens_fmt is not None else None
     (grad, grad_step), (left, left_step), (right, right_step) = matrix(dy), matrix(gate), matrix(up)
     operands = (grad, left, right, dgate, dup, rows and rows.codes, rows and rows.scales)
-    sizes = (T, grad_step, left_step, right_step, width)
-    meaning = (activation, source(rows_fmt, tokens_fmt), rows_rule)
+    sizes, constants = (T, grad_step, left_step, right_step, width), (activation, rounded, rows_rule)
     grid = (ceil_div(T, _ROWS if tokens is None else GROUP) * ceil_div(width, GROUP),)
     if tokens is None:
-        _backward_kernel[grid](*operands, *sizes, _ROWS, *meaning, num_warps=4, **EXACT)
+        _backward_kernel[grid](*operands, *sizes, _ROWS, *constants, num_warps=4, **EXACT)
     else:
         outputs = (words(tokens), tokens.scales)
-        _backward_tiles[grid](*operands, *outputs, *sizes, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
+        _backward_tiles[grid](*operands, *outputs, *sizes, *constants, tokens_rule, num_warps=WARPS, **EXACT)
     return GatedGrads(dgate, dup, _with_parts(rows, (gate, up)), _with_parts(tokens, (gate, up)))
 
 

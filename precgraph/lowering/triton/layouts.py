@@ -5,7 +5,6 @@ The logical tensor of a :class:`~precgraph.quantizer.QTensor` does not change wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -23,9 +22,10 @@ def matrix(x: Tensor) -> tuple[Tensor, int]:
     rows. Nothing is copied, unless the strides allow no matrix with unit stride along K."""
     if x.is_contiguous():
         return x, x.shape[-1]
-    rows = x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return rows, rows.stride(0)
+    if x.shape[:-2].numel() > 1 or x.stride(-1) != 1:
+        x = x.reshape(-1, x.shape[-1])
+        x = x if x.stride(1) == 1 else x.contiguous()
+    return x, x.stride(-2)
 
 
 def new_like(x: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def require_bf16(**tensors: Tensor | None) -> None:
 
 def new_rows(shape: torch.Size, fmt: Format, device: torch.device) -> QTensor:
     """Empty 1×128 buffers: codes ``[T, pad(K)]``, scales ``[T, K/128]`` with strides ``(1, T up to 4)``."""
-    tokens, groups = math.prod(shape[:-1]), ceil_div(shape[-1], GROUP)
+    tokens, groups = shape[:-1].numel(), ceil_div(shape[-1], GROUP)
     codes = torch.empty(tokens, groups * GROUP, dtype=fmt.torch_dtype, device=device)
     scales = torch.empty(groups, ceil_div(tokens, 4) * 4, dtype=torch.float32, device=device)
     return QTensor(codes, scales.as_strided((tokens, groups), (1, scales.stride(0))), shape, fmt)
@@ -52,7 +52,7 @@ def new_rows(shape: torch.Size, fmt: Format, device: torch.device) -> QTensor:
 
 def new_tokens(shape: torch.Size, fmt: Format, device: torch.device) -> QTensor:
     """Empty 128×1 buffers: codes ``[pad(T), K]``, the transposed view of ``[K, pad(T)]``; scales ``[T/128, K]``."""
-    blocks, width = ceil_div(math.prod(shape[:-1]), GROUP), shape[-1]
+    blocks, width = ceil_div(shape[:-1].numel(), GROUP), shape[-1]
     codes = torch.empty(width, blocks * GROUP, dtype=fmt.torch_dtype, device=device).t()
     return QTensor(codes, torch.empty(blocks, width, dtype=torch.float32, device=device), shape, fmt)
 

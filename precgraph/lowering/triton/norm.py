@@ -7,7 +7,6 @@ in order, then halves). A row lives in the registers of one program. Operands an
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -29,13 +28,12 @@ from precgraph.lowering.triton.primitives import (
     inside_tile,
     load_tile,
     magnitude,
+    meaning,
     pack_pair,
     power_of_two,
     quantise_rows,
     ratio,
-    rule,
     scale_of,
-    source,
     store_in_place,
     store_rows,
 )
@@ -84,17 +82,16 @@ def fused_norm(
     """
     require_bf16(x=x, residual=residual, weight=weight)
     _check_width(x, weight)
-    rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
+    rounded, rows_rule, tokens_rule = meaning(rows_fmt, tokens_fmt)
     if residual is not None and residual.shape != x.shape:
         raise InputError(f"x is {list(x.shape)}, its residual {list(residual.shape)}")
     flat, step = matrix(x)
     other, other_step = (None, 0) if residual is None else matrix(residual)
-    T, C = math.prod(x.shape[:-1]), x.shape[-1]
+    T, C = x.shape[:-1].numel(), x.shape[-1]
     total = new_like(x) if residual is not None else None
     normed = new_like(x) if want_normed else None
     rows = new_rows(x.shape, rows_fmt, x.device) if rows_fmt is not None else None
     tokens = new_tokens(x.shape, tokens_fmt, x.device) if tokens_fmt is not None else None
-    rounded = source(rows_fmt, tokens_fmt)
     scale = torch.empty(T, dtype=torch.float32, device=x.device) if tokens is not None else None
     _rows_kernel[(T,)](
         flat,
@@ -153,7 +150,7 @@ def rms_norm_backward(
     _check_width(x, weight)
     (grad, grad_step), (flat, step) = matrix(dy), matrix(x)
     other, other_step = (None, 0) if residual_grad is None else matrix(residual_grad)
-    T, C = math.prod(x.shape[:-1]), x.shape[-1]
+    T, C = x.shape[:-1].numel(), x.shape[-1]
     dx = new_like(x)
     programs = ceil_div(T, _ROWS_A_PROGRAM)
     partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)

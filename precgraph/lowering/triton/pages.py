@@ -27,7 +27,7 @@ def store_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
             f"keys are {keys.dtype} {list(keys.shape)}, values {values.dtype} {list(values.shape)}, their pages "
             f"{key_pages.dtype} {list(key_pages.shape)} and {value_pages.dtype}, slots {list(slots.shape)}"
         )
-    if any(t.stride()[1:] != (D, 1) for t in (keys, values)):
+    if keys.stride()[1:] != (D, 1) or values.stride()[1:] != (D, 1):
         raise InputError(f"heads of a row are not side by side: strides {keys.stride()} and {values.stride()}")
     if key_pages.stride() != value_pages.stride() or key_pages.stride(3) != 1:
         raise InputError(f"pages have the strides {key_pages.stride()} and {value_pages.stride()}")

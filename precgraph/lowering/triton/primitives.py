@@ -72,6 +72,13 @@ def source(*formats: Format | None) -> tl.dtype:
     return _TL[getattr(torch, names.pop())]
 
 
+@functools.cache
+def meaning(rows: Format | None, tokens: Format | None) -> tuple[tl.dtype, Rule | None, Rule | None]:
+    """:func:`source` and both :func:`rule` of what is quantised along rows, along tokens or both."""
+    rules = rule(rows, "1x128"), rule(tokens, "128x1")
+    return source(rows, tokens), *rules
+
+
 def require(*tensors: Tensor | None) -> None:
     """`LoweringError`, naming the requirement, unless all tensors are on one device that the kernels run on."""
     devices = {t.device for t in tensors if t is not None}

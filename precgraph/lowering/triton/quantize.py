@@ -7,7 +7,6 @@ Bits are those of :func:`precgraph.quantizer.quantize`; layouts are those of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -41,6 +40,7 @@ from precgraph.lowering.triton.primitives import (
     inside_tile,
     load_tile,
     magnitude,
+    meaning,
     pack_pair,
     ratio,
     require,
@@ -104,23 +104,23 @@ def quantize_parts(
         )
     if x.dtype not in _FLOATS or x.ndim == 0:
         raise InputError(f"cannot quantise a {x.ndim}-d {x.dtype} tensor", remedy="pass bf16, fp16 or fp32")
-    rows_rule, tokens_rule = rule(rows_fmt, "1x128"), rule(tokens_fmt, "128x1")
-    T, ends = math.prod(x.shape[:-1]), list(accumulate(p.shape[-1] for p in parts))
+    rounded, rows_rule, tokens_rule = meaning(rows_fmt, tokens_fmt)
+    T, ends = x.shape[:-1].numel(), list(accumulate(p.shape[-1] for p in parts))
     shape, width = torch.Size((*x.shape[:-1], ends[-1])), ends[-1]
     rows = new_rows(shape, rows_fmt, x.device) if rows_fmt is not None else None
     tokens = new_tokens(shape, tokens_fmt, x.device) if tokens_fmt is not None else None
     matrices, steps = zip(*map(matrix, parts), strict=True)
     absent = PARTS - len(parts)
     sources = (*matrices, *[None] * absent, *steps, *[0] * absent)
-    meaning = (T, *ends, *[width] * absent, source(rows_fmt, tokens_fmt), rows_rule)
+    sizes = (T, *ends, *[width] * absent)
     height = GROUP if tokens is not None else _ROWS
     grid = (ceil_div(T, height) * ceil_div(width, GROUP),)
     operands = (*sources, rows and rows.codes, rows and rows.scales)
     if tokens is None:
-        _rows_kernel[grid](*operands, *meaning, height, num_warps=4, **OVERLAPPING)
+        _rows_kernel[grid](*operands, *sizes, rounded, rows_rule, height, num_warps=4, **OVERLAPPING)
     else:
         outputs = (words(tokens), tokens.scales)
-        _tiles_kernel[grid](*operands, *outputs, *meaning, tokens_rule, num_warps=WARPS, **EXACT)
+        _tiles_kernel[grid](*operands, *outputs, *sizes, rounded, rows_rule, tokens_rule, num_warps=WARPS, **EXACT)
     return rows, tokens
 
 

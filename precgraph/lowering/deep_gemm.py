@@ -126,7 +126,7 @@ def fp8_linears(x: QTensor, weights: Sequence[Fp8Weight], biases: Sequence[Tenso
 
 def _output(y: Tensor, start: int, weight: Fp8Weight, bias: Tensor | None, shape: torch.Size) -> Tensor:
     columns = weight.shape[0]
-    part = _like(y[:, start : start + columns], shape)
+    part = _like(y if columns == y.shape[1] else y[:, start : start + columns], shape)
     return part if bias is None else part + bias
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -40,7 +41,10 @@ class Stack:
 
 @dataclass(eq=False)
 class Fp8Weight:
-    """One weight ``[N, K]`` quantised in 128x128 blocks: rows ``start : start + pad(N)`` of a :class:`Stack`."""
+    """One weight ``[N, K]`` quantised in 128x128 blocks: rows ``start : start + pad(N)`` of a :class:`Stack`.
+
+    Its codes and scales are views that are made once: a stack's storage never moves.
+    """
 
     shape: torch.Size
     format: Format
@@ -68,21 +72,21 @@ class Fp8Weight:
             pack.update(master)
         return packs
 
-    @property
+    @cached_property
     def rows(self) -> slice:
         """Where this weight is in its stack."""
         return slice(self.start, self.start + padded(self.shape[0]))
 
-    @property
+    @cached_property
     def blocks(self) -> slice:
         """The same, in the stack's scales."""
         return slice(self.rows.start // BLOCK, self.rows.stop // BLOCK)
 
-    @property
+    @cached_property
     def codes(self) -> Tensor:
         return self.stack.codes[self.rows]
 
-    @property
+    @cached_property
     def scales(self) -> Tensor:
         return self.stack.scales[self.blocks]
 

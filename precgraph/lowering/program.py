@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from precgraph.lowering.registry import Kernel, Pack
 from precgraph.quantizer import QTensor
 
 Values = dict[str, Any]
+Read = Callable[[Values], Any]
 Observe = Callable[[str, Any], Any]  # is shown each value by name and returns the one to go on with
 
 
@@ -82,10 +84,8 @@ class Block:
 
         ``observe`` is called with each value as soon as it is made; what it returns takes the value's place.
         """
-        for step in self.steps:
-            result = step.run(
-                *(_fill(a, values) for a in step.args), **{k: _fill(v, values) for k, v in step.kwargs.items()}
-            )
+        for step, args, kwargs in self._calls:
+            result = step.run(*[read(values) for read in args], **{k: read(values) for k, read in kwargs.items()})
             if checked:
                 _require_finite(step, result)
             if step.outputs:
@@ -99,15 +99,23 @@ class Block:
                 del values[name]
         return tuple(values[name] for name in self.outputs)
 
+    @cached_property
+    def _calls(self) -> list[tuple[Step, list[Read], dict[str, Read]]]:
+        """Each step with what reads its arguments. Found once: few tokens wait for the host to launch their kernels."""
+        return [(s, [_reader(a) for a in s.args], {k: _reader(v) for k, v in s.kwargs.items()}) for s in self.steps]
 
-def _fill(argument: Any, values: Values) -> Any:
+
+def _reader(argument: Any) -> Read:
+    """What gives an argument with the values in place of the references in it; lists and dicts anew at each call."""
     if isinstance(argument, Ref):
-        return values[argument.name]
+        return itemgetter(argument.name)
     if isinstance(argument, list | tuple):
-        return [_fill(a, values) for a in argument]
+        parts = [_reader(a) for a in argument]
+        return lambda values: [read(values) for read in parts]
     if isinstance(argument, dict):
-        return {k: _fill(v, values) for k, v in argument.items()}
-    return argument
+        named = {k: _reader(v) for k, v in argument.items()}
+        return lambda values: {k: read(values) for k, read in named.items()}
+    return lambda values: argument
 
 
 def _require_finite(step: Step, result: Any) -> None:

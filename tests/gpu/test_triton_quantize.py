@@ -110,6 +110,7 @@ def test_parts_that_no_kernel_reads_side_by_side_are_refused() -> None:
 def test_layouts_are_what_deep_gemm_reads() -> None:
     rows, tokens = q.quantize_both(awkward(130, 256), ROWS, TOKENS)
     assert rows.codes.is_contiguous() and rows.scales.stride() == (1, 132)
+    assert rows.scales.untyped_storage().nbytes() == 2 * 132 * 4  # the last column is padded too
     assert tokens.codes.t().is_contiguous() and tokens.codes.shape == (256, 256) and tokens.scales.is_contiguous()
 
 

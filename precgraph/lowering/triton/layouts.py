@@ -43,7 +43,10 @@ def require_bf16(**tensors: Tensor | None) -> None:
 
 
 def new_rows(shape: torch.Size, fmt: Format, device: torch.device) -> QTensor:
-    """Empty 1×128 buffers: codes ``[T, pad(K)]``, scales ``[T, K/128]`` with strides ``(1, T up to 4)``."""
+    """Empty 1×128 buffers: codes ``[T, pad(K)]``, scales ``[T, K/128]`` with strides ``(1, T up to 4)``.
+
+    The last column of scales is padded too: DeepGEMM's TMA reads every column to the end of its padding.
+    """
     tokens, groups = shape[:-1].numel(), ceil_div(shape[-1], GROUP)
     codes = torch.empty(tokens, groups * GROUP, dtype=fmt.torch_dtype, device=device)
     scales = torch.empty(groups, ceil_div(tokens, 4) * 4, dtype=torch.float32, device=device)

@@ -45,6 +45,28 @@ def apart(request: pytest.FixtureRequest, checkpoint: Make, start: Make) -> tupl
     return actor, start(path, digest=actor.precgraph.graph.digest())
 
 
+def test_vllms_own_loading_is_refused(apart: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    """It would put the checkpoint's weights in the place of the trainer's, under their version and on their keys."""
+    actor, llm = apart
+    train_step(actor, 0)
+    actor.sync()
+    llm.sync(actor)
+    before = llm.state()
+    llm.generate(prompts, PARAMS)
+    with pytest.raises(SyncError, match=f"would pass for version {before['version']}.*; llm.sync"):
+        llm.engine.collective_rpc("reload_weights")
+    assert llm.state() == before
+    assert largest_difference(actor, llm.generate(prompts, PARAMS), 0.7) == 0.0
+
+
+def test_a_truncated_checkpoint(checkpoint: Make, start: Make) -> None:
+    path = Path(checkpoint("llama")[1])
+    weights = path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(InputError, match=f"{path}: the checkpoint is truncated or damaged.*; restore it"):
+        start(path)
+
+
 # ----------------------------------------------------------------------------------- one process
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from precgraph import ops
 from precgraph.checkpoint import Fp8Checkpoint, layout
-from precgraph.errors import UnsupportedModelError
+from precgraph.errors import InputError, SyncError, UnsupportedModelError
 from precgraph.graph import PrecisionGraph
 from precgraph.loading import load_model, stored_weights
 from precgraph.runtime.compiled import Compiled, build_lowered
@@ -88,11 +89,19 @@ class PrecGraphForCausalLM(nn.Module):
         return ExactModelState
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill the store from a bf16 checkpoint, or from the files of an FP8 one, whose scales vLLM would not name."""
+        """Fill the store from a bf16 checkpoint, or from the files of an FP8 one, whose scales vLLM would not name.
+
+        Once: what vLLM loads later (``reload_weights``) would have no version, and meet keys of the weights before.
+        """
         store = self.compiled.store
         if not isinstance(store, RolloutStore):
             raise UnsupportedModelError(
                 "the weights are a trainer's in this process", remedy="actor.sync() refreshes them"
+            )
+        if store.version:
+            raise SyncError(
+                f"weights that vLLM loads itself would pass for version {store.version}, which is here",
+                remedy="llm.sync(...) brings others",
             )
         folder = Path(self.checkpoint)
         if folder.is_dir() and not stored_weights(folder).plain:
@@ -100,6 +109,10 @@ class PrecGraphForCausalLM(nn.Module):
             return set()
         try:
             store.load(weights)
+        except SafetensorError as error:
+            raise InputError(
+                f"the checkpoint is truncated or damaged: {error}", path=self.checkpoint, remedy="restore it"
+            ) from None
         except UnknownNameError:
             # Checkpoints of some families (experts one by one) are put together by transformers' own mapping.
             store.load(load_model(self.checkpoint).state_dict().items())

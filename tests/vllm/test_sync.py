@@ -251,6 +251,37 @@ def test_a_broken_file_is_refused(fault: str, apart: tuple[Any, Any], prompts: l
     assert [(s.token_ids, s.logprobs) for s in after] == [(s.token_ids, s.logprobs) for s in before]
 
 
+def _cut(path: Path) -> None:
+    os.truncate(path, 5000)
+
+
+def _overwrite(path: Path) -> None:
+    """In place: a map of the file has the new bytes."""
+    with path.open("r+b") as file:
+        file.seek(-4000, os.SEEK_END)
+        file.write(bytes(4000))
+
+
+@pytest.mark.parametrize("change", [_cut, _overwrite, Path.unlink])
+def test_what_was_checked_is_installed_whatever_becomes_of_the_file(
+    change: Callable[[Path], None], apart: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path
+) -> None:
+    from precgraph.vllm import save_weights
+
+    actor, llm = apart
+    train_step(actor, 12)
+    actor.sync()
+    path = tmp_path / "w.safetensors"
+    manifest = save_weights(actor, path)
+    llm._call("precgraph_begin", manifest.to_json())
+    llm._call("precgraph_update_file", str(path))
+    change(path)
+    assert llm._call("precgraph_finish") == [manifest.checksum]
+    save_weights(actor, path)
+    llm.sync(path)  # the engine's own account of the version, which the three calls pass by
+    assert largest_difference(actor, llm.generate(prompts[:3], PARAMS), 0.7) == 0.0
+
+
 def _changed(actor: Any, **changes: Any) -> Any:
     """A model like the actor's with other weights."""
     config = type(actor.config)(**{**actor.config.to_dict(), **changes})

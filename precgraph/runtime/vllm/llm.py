@@ -31,7 +31,7 @@ from precgraph.runtime.vllm.preserve import (
     rare_full_collections,
 )
 from precgraph.runtime.vllm.replies import value_of
-from precgraph.runtime.vllm.sync import Manifest, compiled_of, paths_of, policy, read_file, save_weights
+from precgraph.runtime.vllm.sync import Manifest, compiled_of, paths_of, policy, read_manifest, save_weights
 from precgraph.runtime.vllm.versions import require_version
 
 
@@ -280,7 +280,7 @@ class LLM:
         self._handles.taken()
 
     def _send_files(self, paths: list[Path]) -> int:
-        found = [m for m in (read_file(p)[0] for p in paths) if m is not None]
+        found = [m for m in map(read_manifest, paths) if m is not None]
         if not found or any(m != found[0] for m in found):
             raise SyncError(
                 "the files hold no manifest, or not one and the same", path=str(paths[0]),

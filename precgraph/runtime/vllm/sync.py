@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +29,7 @@ from precgraph.runtime.vllm.weights import wire
 
 PROTOCOL = 2
 HEADER = "precgraph"  # the key of a file's metadata that holds its manifest
+_CHUNK = 1 << 24  # bytes that are copied at a time
 _BLOCK = 1 << 21  # 64-bit words that a fingerprint takes at a time: part of its formula
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2**64 over the golden ratio, odd, as a signed word
 
@@ -250,28 +252,45 @@ def paths_of(source: Any) -> list[Path]:
 # --------------------------------------------------------------------------------------- the rollout's side
 
 
-def read_file(path: str | Path) -> tuple[Manifest | None, dict[str, Tensor]]:
-    """The manifest in a file's header, if there is one, and its tensors, mapped; SyncError for a broken file,
-    InputError for what is none."""
+def read_manifest(path: str | Path) -> Manifest | None:
+    """The manifest in a file's header, if there is one; SyncError for a broken file, InputError for what is none."""
     file_path(path)
+    with _readable(path), safe_open(str(path), framework="pt", device="cpu") as file:
+        header = (file.metadata() or {}).get(HEADER)
+    if not header:
+        return None
     try:
-        with safe_open(str(path), framework="pt", device="cpu") as file:
-            header = (file.metadata() or {}).get(HEADER)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return Manifest.from_json(json.loads(header))
+    except json.JSONDecodeError as error:
+        raise SyncError(f"the file's manifest is malformed: {error}", path=str(path), remedy="write it again") from None
+    except SyncError as error:
+        raise SyncError(error.message, path=str(path), remedy=error.remedy) from None
+
+
+def read_tensors(path: str | Path) -> dict[str, Tensor]:
+    """A file's tensors, in memory of their own; errors as of :func:`read_manifest`.
+
+    safetensors maps what it opens. Of the file itself, a map would change after it was checked if somebody wrote to
+    the file, and end the process (SIGBUS) if somebody truncated it; a copy without a name is out of reach.
+    """
+    file_path(path)
+    with _readable(path), open(path, "rb") as file, open(os.memfd_create("weights"), "wb", buffering=0) as copy:
+        shutil.copyfileobj(file, copy, _CHUNK)
+        with safe_open(f"/proc/self/fd/{copy.fileno()}", framework="pt", device="cpu") as held:
+            return {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118
+
+
+@contextmanager
+def _readable(path: str | Path) -> Iterator[None]:
+    """What opening and reading a file of weights raises, as SyncError."""
+    try:
+        yield
     except FileNotFoundError:
         raise SyncError(
             "there is no such file", path=str(path), remedy="write it with precgraph.vllm.save_weights"
         ) from None
     except (SafetensorError, OSError, ValueError) as error:
         raise SyncError(f"the file is truncated or damaged: {error}", path=str(path), remedy="write it again") from None
-    if not header:
-        return None, tensors
-    try:
-        return Manifest.from_json(json.loads(header)), tensors
-    except json.JSONDecodeError as error:
-        raise SyncError(f"the file's manifest is malformed: {error}", path=str(path), remedy="write it again") from None
-    except SyncError as error:
-        raise SyncError(error.message, path=str(path), remedy=error.remedy) from None
 
 
 class Receiver:

@@ -22,7 +22,7 @@ from precgraph.runtime.vllm.ipc import Opened
 from precgraph.runtime.vllm.model import PrecGraphForCausalLM
 from precgraph.runtime.vllm.replies import replies
 from precgraph.runtime.vllm.sampler import ExactSampler
-from precgraph.runtime.vllm.sync import Manifest, Receiver, checksum, entries, read_file
+from precgraph.runtime.vllm.sync import Manifest, Receiver, checksum, entries, read_tensors
 from precgraph.runtime.vllm.weights import RolloutStore
 
 _log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
@@ -128,7 +128,7 @@ class ExactWorker:
 
     @replies
     def precgraph_update_file(self, path: str) -> None:
-        self._update(read_file(path)[1])
+        self._update(read_tensors(path))
 
     @replies
     def precgraph_update_ipc(self, handles: dict[str, Any]) -> None:

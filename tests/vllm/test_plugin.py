@@ -26,6 +26,7 @@ from precgraph.runtime.vllm.versions import SYMBOLS, Symbol, key_value_views, mi
 from tests.vllm.conftest import TINY_ENGINE
 
 ARCHITECTURES = {"architectures": [ARCHITECTURE]}
+STORE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
 # --------------------------------------------------------------------------- what needs no vLLM
@@ -156,6 +157,11 @@ def test_wrong_recipes(overrides: dict[str, Any], message: str, checkpoint: Call
         ({"worker_cls": "somebody.elses.Worker"}, "would replace the plugin's worker"),
         ({"logits_processors": ["somebody:Processor"]}, "custom logits processors"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds does not go with an exact rollout"),
+        ({"kv_transfer_config": STORE}, "kv_transfer_config: a store .* those of older weights; leave it out"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size: a store outside the prefix cache"),
+        ({"weight_transfer_config": {"backend": "ipc"}}, "weight_transfer_config: .* and update by precgraph.vllm.LLM"),
+        ({"additional_config": {"precgraph": {"digset": "0" * 64}}}, "unknown key 'digset'; known keys: digest"),
+        ({"additional_config": {"precgraph": {"digest": 7}}}, "7 is no program's digest; pass all of"),
     ],
 )
 def test_refused_engine_arguments(arguments: dict[str, Any], message: str, checkpoint: Callable[..., Any]) -> None:
@@ -167,6 +173,34 @@ def test_refused_engine_arguments(arguments: dict[str, Any], message: str, check
     )  # fmt: skip
     with pytest.raises(Exception, match=message):
         args.create_engine_config()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("own", "error", "message"),
+    [
+        ({"digset": "0" * 64}, InputError, "]: unknown key 'digset'; known keys: digest$"),
+        ("0" * 64, InputError, r'^additional_config\["precgraph"\]: .0+. is no table; pass a dict; known keys'),
+        (None, InputError, "None is no table"),
+        ({"digest": 7}, DigestError, "^7 is no program's digest; pass all of what precgraph digest prints$"),
+        ({"digest": None}, DigestError, "None is no program's digest"),
+        ({"digest": "0" * 12}, DigestError, "'0{12}' is no program's digest"),
+    ],
+)
+def test_options_that_would_check_nothing(
+    own: Any, error: type[Exception], message: str, checkpoint: Callable[..., Any], start: Callable[..., Any]
+) -> None:
+    with pytest.raises(error, match=message):
+        start(checkpoint("qwen3")[1], additional_config={"precgraph": own})
+
+
+@pytest.mark.vllm
+def test_what_is_no_option_of_the_plugin_passes() -> None:
+    from precgraph.runtime.vllm.config import own_options
+
+    for additional in (None, {}, {"gdn_prefill_backend": "triton"}, object()):  # vLLM takes objects that have a hash
+        assert own_options(additional) == {}
+    assert own_options({"precgraph": {"digest": "0f" * 32}}) == {"digest": "0f" * 32}
 
 
 @pytest.mark.vllm
@@ -266,7 +300,7 @@ def test_another_digest_stops_the_plain_way_too(checkpoint: Callable[..., Any]) 
     import vllm
 
     overrides = {**ARCHITECTURES, "precgraph": "jet_rl"}
-    options = {"precgraph": {"digest": "123456789abcdef"}}
+    options = {"precgraph": {"digest": "123456789abcdef0" * 4}}
     arguments = {**TINY_ENGINE, "dtype": "bfloat16", "hf_overrides": overrides, "additional_config": options}
     with preserved_state(), pytest.raises(DigestError, match="the trainer runs 123456789abc"):
         vllm.LLM(model=checkpoint("qwen3")[1], **arguments)

@@ -10,11 +10,17 @@ from precgraph.errors import DigestError, InputError
 from precgraph.runtime.compiled import Compiled
 
 
+def require_whole(digest: Any) -> None:
+    """DigestError for what is no program's digest, a part of one too."""
+    if not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
+        raise DigestError(f"{digest!r:.80} is no program's digest", remedy="pass all of what precgraph digest prints")
+
+
 def whole_digest(digest: str | None, actor: Compiled | None) -> str | None:
     """What the engine must run; a digest that cannot be it is refused before there is an engine, whose end would end
     others in this process."""
-    if digest is not None and not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
-        raise DigestError(f"{digest!r:.80} is no program's digest", remedy="pass all of what precgraph digest prints")
+    if digest is not None:
+        require_whole(digest)
     if actor is None:
         return digest
     if digest not in (None, actor.digest):
@@ -24,7 +30,9 @@ def whole_digest(digest: str | None, actor: Compiled | None) -> str | None:
 
 def refuse(engine_args: dict[str, Any]) -> None:
     """What the configuration hook would refuse too, here as a typed error before vLLM starts."""
-    from precgraph.runtime.vllm.config import DIVIDED, require_undivided  # which import vLLM
+    from precgraph.runtime.vllm.config import DIVIDED, own_options, require_undivided  # which import vLLM
+
+    own_options(engine_args.get("additional_config"))
 
     for name in DIVIDED:
         size = engine_args.get(name, 1)

@@ -15,12 +15,14 @@ from typing import Any
 import vllm.triton_utils
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
-from precgraph.errors import RecipeError, UnsupportedModelError
+from precgraph.errors import InputError, RecipeError, UnsupportedModelError
 from precgraph.recipe import Recipe
 from precgraph.runtime.vllm import RUNNER
+from precgraph.runtime.vllm.arguments import require_whole
 from precgraph.runtime.vllm.versions import require_version, v2_processor
 
 KEY = "precgraph"  # in hf_overrides or config.json: the recipe; in additional_config: options of this engine
+OPTIONS = ("digest",)
 WORKERS = {
     "cpu": "precgraph.runtime.vllm.worker_cpu.ExactCPUWorker",
     "cuda": "precgraph.runtime.vllm.worker_gpu.ExactGPUWorker",
@@ -44,7 +46,9 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         if v2:
             _require_gate()
         recipe_of(vllm_config.model_config.hf_config)
+        options_of(vllm_config)
         _refuse(vllm_config)
+        _refuse_ways_past(vllm_config)
         device = str(vllm_config.device_config.device_type)
         if device not in WORKERS:
             raise UnsupportedModelError(f"the plugin runs on CPUs and NVIDIA GPUs, not on {device!r}")
@@ -125,9 +129,26 @@ def recipe_of(hf_config: Any) -> Recipe:
 
 
 def options_of(vllm_config: Any) -> dict[str, Any]:
-    """The engine's own options: ``additional_config={"precgraph": {...}}``."""
-    options = (vllm_config.additional_config or {}).get(KEY, {})
-    return dict(options)
+    """The engine's own options, checked: ``additional_config={"precgraph": {...}}``."""
+    return own_options(vllm_config.additional_config)
+
+
+def own_options(additional: Any) -> dict[str, Any]:
+    """What vLLM's ``additional_config`` holds for the plugin.
+
+    InputError for what is no table or has a key that is no option, DigestError for a digest that no program has: either
+    would leave the engine unchecked.
+    """
+    own = additional.get(KEY, {}) if isinstance(additional, Mapping) else {}
+    where, known = f'additional_config["{KEY}"]', ", ".join(OPTIONS)
+    if not isinstance(own, Mapping):
+        raise InputError(f"{own!r:.80} is no table", path=where, remedy=f"pass a dict; known keys: {known}")
+    for key in own:
+        if key not in OPTIONS:
+            raise InputError(f"unknown key {key!r}", path=where, remedy=f"known keys: {known}")
+    if "digest" in own:
+        require_whole(own["digest"])
+    return dict(own)
 
 
 def _capture_decoding(vllm_config: Any) -> None:
@@ -166,3 +187,24 @@ def _refuse(vllm_config: Any) -> None:
                 f"{what} does not go with an exact rollout",
                 remedy="leave it out: dtype is bfloat16, and the recipe says what is quantised",
             )
+
+
+def _refuse_ways_past(vllm_config: Any) -> None:
+    """What brings keys or weights into the engine past its prefix cache and the plugin's updates."""
+    stores = {
+        "kv_transfer_config": getattr(vllm_config, "kv_transfer_config", None),
+        "kv_offloading_size": getattr(vllm_config.cache_config, "kv_offloading_size", None),
+    }
+    for name, given in stores.items():
+        if given is not None:
+            raise UnsupportedModelError(
+                f"{name}: a store outside the prefix cache finds keys and values by their tokens, and after an update "
+                "gives back those of older weights",
+                remedy="leave it out; the prefix cache itself is exact, for an update drops it",
+            )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        raise UnsupportedModelError(
+            "weight_transfer_config: vLLM's own updates change weights without the plugin's version and checks",
+            remedy="leave it out, and update by precgraph.vllm.LLM.sync, or by precgraph_begin, precgraph_update_file "
+            "and precgraph_finish through /collective_rpc",
+        )

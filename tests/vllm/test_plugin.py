@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import os
@@ -64,6 +65,38 @@ def test_a_misfit_is_named() -> None:
     assert lines[0].startswith("json:decoder.JSONDecoder.decode_all is gone")
     assert lines[1] == "json:dumps no longer takes 'colour'"
     assert lines[2].startswith("no_such_package:x is gone")
+
+
+def imported_of_vllm(source: str) -> set[tuple[str, str]]:
+    """Module and name of all that a file imports from vLLM, or reads from a module of it that it imports."""
+    found, modules = set(), {}
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "vllm":
+            found |= {(str(node.module), alias.name) for alias in node.names}
+        elif isinstance(node, ast.Import):
+            ours = (alias for alias in node.names if alias.name.split(".")[0] == "vllm")
+            modules |= {alias.asname or alias.name: alias.name for alias in ours}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (module := modules.get(ast.unparse(node.value))):
+            found.add((module, node.attr))
+    return found
+
+
+def test_what_a_file_imports_of_vllm() -> None:
+    source = "import json, vllm\nimport vllm.a.b\nimport vllm.c as d\nfrom json import x\nfrom vllm.e import F as G\n"
+    uses = "def use():\n    from vllm import H\n    return vllm.LLM(json.I), vllm.a.b.J.k, d.L, G.m\n"
+    wanted = {("vllm.e", "F"), ("vllm", "H"), ("vllm", "LLM"), ("vllm.a.b", "J"), ("vllm.c", "L")}
+    assert imported_of_vllm(source + uses) - {("vllm", "a")} == wanted
+
+
+def test_all_that_is_imported_of_vllm_is_listed() -> None:
+    """So that what another vLLM lacks is named by the test of the installed one, on a CPU what a GPU needs too."""
+    package = Path(precgraph.__file__).parent
+    imported = {s for f in (package / "runtime" / "vllm").glob("*.py") for s in imported_of_vllm(f.read_text())}
+    imported |= imported_of_vllm((package / "vllm.py").read_text())
+    listed = {(symbol.module, symbol.name.split(".")[0]) for symbol in SYMBOLS}
+    assert len(imported) > 25 and imported - listed == set()
 
 
 def test_entry_point_is_a_lazy_string() -> None:

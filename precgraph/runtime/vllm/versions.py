@@ -41,15 +41,22 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         "vllm.config", "VllmConfig",
         has=("model_config", "cache_config", "parallel_config", "load_config", "additional_config", "device_config",
-             "speculative_config", "lora_config", "compilation_config"),
+             "speculative_config", "lora_config", "compilation_config", "kv_transfer_config",
+             "weight_transfer_config"),
     ),
     Symbol("vllm.config", "ParallelConfig", has=("worker_cls", "data_parallel_index")),
+    Symbol("vllm.config", "CacheConfig", has=("cache_dtype", "kv_offloading_size")),
+    Symbol("vllm.config", "CompilationMode", has=("NONE",)),
+    Symbol("vllm.config", "CUDAGraphMode", has=("FULL_DECODE_ONLY",)),
+    Symbol("vllm.triton_utils", "HAS_TRITON"),
+    Symbol("vllm.logger", "init_logger", takes=("name",)),
     Symbol(
         "vllm.model_executor.layers.attention", "Attention",
         takes=("num_heads", "head_size", "scale", "num_kv_heads", "cache_config", "logits_soft_cap",
                "per_layer_sliding_window", "prefix", "attn_backend"),
     ),
     Symbol("vllm.v1.attention.backend", "AttentionImpl"),
+    Symbol("vllm.v1.attention.backend", "MultipleOf", takes=("base",)),
     Symbol(
         "vllm.v1.attention.backend", "AttentionMetadataBuilder",
         takes=("kv_cache_spec", "layer_names", "vllm_config", "device"),
@@ -74,6 +81,12 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         "vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.do_kv_cache_update",
         takes=("layer", "key", "value", "kv_cache", "slot_mapping"),
+    ),
+    Symbol("vllm.v1.attention.backends.fa_utils", "get_flash_attn_version", takes=("head_size",)),
+    Symbol(
+        "vllm.v1.attention.backends.flash_attn", "FlashAttentionMetadataBuilder",
+        takes=("kv_cache_spec", "layer_names", "vllm_config", "device"),
+        has=("build", "supports_update_block_table"),
     ),
     Symbol("vllm.v1.attention.backends.flash_attn", "FlashAttentionBackend", has=("get_impl_cls", "get_builder_cls")),
     Symbol(

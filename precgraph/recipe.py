@@ -243,7 +243,9 @@ class Recipe:
         except RecipeError as error:
             raise RecipeError(f"recipe {path}: {error}") from None
         except ValueError as error:  # of TOML, of UTF-8
-            raise RecipeError(f"recipe {path} is not valid TOML: {error}") from None
+            stack = f"an engine's configuration is named with its engine: vllm:{path}"
+            remedy = stack if Path(path).suffix == ".json" else None
+            raise RecipeError(f"recipe {path} is not valid TOML: {error}", remedy=remedy) from None
 
     def skips(self, module: str) -> bool:
         """Whether a ``select.skip`` pattern names this module path."""
@@ -282,6 +284,8 @@ def _meant(pattern: str, paths: Sequence[str]) -> str:
                 before = ["*" if p.isdigit() else p for p in parts[:i]]
                 full = ".".join([*before, *words, *"*" * (len(parts) - i - len(words))])
                 return f"; did you mean {full!r}?"
+    if "*" in pattern:  # of every layer, as the pattern is
+        paths = list(dict.fromkeys(".".join("*" if p.isdigit() else p for p in path.split(".")) for path in paths))
     return _nearest(pattern, paths)
 
 
@@ -324,7 +328,10 @@ def _value(rule: type, f: dataclasses.Field[Any], value: Any, path: str) -> Any:
     if rule is LinearRule and f.name in LINEAR_FORMATS:
         if not isinstance(value, Mapping):
             raise RecipeError(f"{path} must be a table such as {{ dtype = {E4M3!r}, granularity = '1x128' }}")
-        return Format.from_dict(value)
+        try:
+            return Format.from_dict(value)
+        except RecipeError as error:
+            raise RecipeError(f"{path}: {error.message.removeprefix('format: ')}", remedy=error.remedy) from None
     kind = str(f.type)
     if kind.startswith("tuple"):
         if not isinstance(value, list) or not all(isinstance(v, str) for v in value):

@@ -179,6 +179,12 @@ def require_supported(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if config is not None:
         _require_config(config)
+    head = getattr(model, "get_output_embeddings", None)  # of Hugging Face's models
+    if head is not None and head() is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no language model head; of Hugging Face's models, causal ones have programs",
+            remedy="pass the ...ForCausalLM of its family",
+        )
     for path, module in model.named_modules():
         name = type(module).__name__
         if isinstance(module, nn.Dropout) and module.p > 0:

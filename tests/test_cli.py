@@ -333,10 +333,17 @@ def test_recipes_that_cannot_be_read(llama: Path, tmp_path: Path) -> None:
         ("# linear.output = 'float32'\n", "holds no rule"),
         ("[linear]\naccumulate = 'int4'", "linear.accumulate = 'int4' is not one of"),
         ("[select]\nmin_features = -1", "select.min_features = -1 is less than 0"),
-        ("[linear.weight]\ndtype = 'float8_e4m3fn'\ngranularity = '1x0'", "granularity"),
+        ("[linear.weight]\ndtype = 'float8_e4m3fn'\ngranularity = '1x0'", "linear.weight: granularity"),
+        (
+            "[linear.activation]\ndtype = 'float8_e4m3fn'\ngranularty = '1x128'",
+            "linear.activation: unknown key 'granularty'; did you mean 'granularity'?",
+        ),
     ):
         path.write_text(text)
         assert_error(run("check", llama, "--train", path), str(path), message)
+    engine = tmp_path / "engine.json"
+    engine.write_text("{}")
+    assert_error(run("check", llama, "--infer", engine), "is not valid TOML", f"vllm:{engine}")
     assert_error(run("check", llama, "--infer", tmp_path / "no.toml"), "no.toml: No such file or directory")
     assert_error(
         run("check", llama, "--infer", "jet_lr"), "no preset or stack is called 'jet_lr' (did you mean 'jet_rl'?)"
@@ -346,7 +353,9 @@ def test_recipes_that_cannot_be_read(llama: Path, tmp_path: Path) -> None:
 def test_a_pattern_that_matches_nothing(llama: Path, tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, select__skip=["model.layers.*.mlp.donw_proj"])
     assert_error(
-        run("check", llama, "--train", recipe), "'model.layers.*.mlp.donw_proj' matches no linear layer", "did you mean"
+        run("check", llama, "--train", recipe),
+        "'model.layers.*.mlp.donw_proj' matches no linear layer",
+        "did you mean 'model.layers.*.mlp.down_proj'?",
     )
 
 

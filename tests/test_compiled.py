@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForSequenceClassification
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import precgraph
@@ -331,6 +331,15 @@ def test_parameters_of_another_dtype_are_refused() -> None:
     model.model.norm.float()
     with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight.*float32"):
         precgraph.compile(model)
+
+
+def test_models_without_a_language_model_head_are_named() -> None:
+    model = causal_lm("qwen3")
+    for other in (model.model, Qwen3ForSequenceClassification._from_config(model.config, dtype=torch.bfloat16)):
+        with pytest.raises(
+            UnsupportedModelError, match=rf"{type(other).__name__} has no language model head.*ForCausal"
+        ):
+            precgraph.compile(other)
 
 
 def test_a_model_that_was_converted_is_refused() -> None:

@@ -283,6 +283,13 @@ def shown(data: dict[str, Any], width: int) -> str:
     return "".join("".join([*(line for line in lines if not line.startswith("│")), *columns]).split())
 
 
+@pytest.mark.parametrize("width", [160, 60])  # a table, and blocks
+def test_every_code_that_a_suppression_has_to_cover_is_shown(width: int) -> None:
+    rules = ("PG103", "PG104")
+    text = shown(document(finding(codes=rules)), width)
+    assert all(code in text for code in rules)
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 140, 160])
 def test_no_text_is_cropped(width: int) -> None:
     module = "model.layers.0.mlp.experts.gate_up_projection_of_a_long_name"

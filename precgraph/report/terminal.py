@@ -131,7 +131,7 @@ def _findings(title: str, rows: Sequence[Mapping[str, Any]], colour: str, width:
     for row in rows:
         what, train, infer = ("\n".join(map(_safe, lines)) for lines in (difference(row), row["train"], row["infer"]))
         cells.append(
-            (_safe(row["code"]), _where(row), what, train, infer,
+            ("\n".join(map(_safe, _codes(row))), _where(row), what, train, infer,
              _safe(row.get("reason") or row["remedy"]))
         )  # fmt: skip
     widths = _widths([headings, *cells], width)
@@ -143,6 +143,11 @@ def _findings(title: str, rows: Sequence[Mapping[str, Any]], colour: str, width:
     for code, *rest in cells:
         table.add_row(f"[{colour}]{code}[/]", *rest)
     return table
+
+
+def _codes(row: Mapping[str, Any]) -> list[str]:
+    """The rule's code and name, and the codes that a suppression has to cover besides."""
+    return [row["code"], *(f"and {code}" for code in row["codes"][1:])]
 
 
 def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
@@ -165,7 +170,7 @@ def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
 def _blocks(title: str, rows: Sequence[Mapping[str, Any]], colour: str) -> RenderableType:
     lines = [f"[italic]{title}[/]"]
     for row in rows:
-        lines += ["", f"[{colour}]{_safe(row['code'])}[/]  {_where(row).replace(chr(10), ', ')}"]
+        lines += ["", f"[{colour}]{_safe(' '.join(_codes(row)))}[/]  {_where(row).replace(chr(10), ', ')}"]
         lines += [f"  {_safe(line)}" for line in value_lines(row) or [row["message"]]]
         word, text = ("reason", row["reason"]) if "reason" in row else ("what to do", row["remedy"])
         lines.append(f"  {word}: {_safe(text)}")

@@ -238,13 +238,14 @@ def _packed(
             raise InputError(
                 f"{name}=True: a compiled program keeps no intermediate values", remedy="ask the original model"
             )
+    own = ("input_ids", "attention_mask", "position_ids", "labels", "logits_to_keep")
     known = {"num_items_in_batch", "return_dict", "output_hidden_states", "output_attentions", "cu_seq_lens_q",
              "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}  # fmt: skip
     unknown = sorted(k for k, v in kwargs.items() if k not in known and v is not None)
     if unknown:
         raise InputError(
             f"unknown argument {unknown[0]!r} of a compiled model's forward",
-            remedy=f"it takes {', '.join(sorted(known))}",
+            remedy=f"it takes {', '.join((*own, *sorted(known)))}",
         )
     bounds = kwargs.get("cu_seq_lens_q")
     packed = pack(input_ids, attention_mask, position_ids, bounds, model.config.vocab_size)

@@ -150,7 +150,8 @@ class WeightStore:
         if self.stale:
             raise StaleWeightsError(
                 f"the masters have changed since weights version {self.version}",
-                remedy="call actor.sync() after optimizer.step()",
+                remedy="call actor.sync() after optimizer.step(); what was compiled from the model and not from the "
+                "actor has a store of its own, and a sync() of its own",
             )
 
     def values(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from precgraph.stacks.base import Stack
 HUGGING_FACE = ("architectures", "model_type")
 """Keys of a model's config.json, which is a whole configuration without a quantization_config too."""
 _CLOSE = 0.8
-_NUMERIC = re.compile(r"quant|fp8|fp4|bf16|block_size|ignored_layer|scal(e|ing)_")
+_NUMERIC = re.compile(r"quant|fp8|fp4|bf16|block_size|^ignore|scal(e|ing)_")
 
 
 @dataclass(frozen=True, slots=True)

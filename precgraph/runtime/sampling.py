@@ -33,7 +33,8 @@ class SamplingParams:
     ``top_k`` (0: all) keeps the k likeliest tokens, then ``top_p`` the smallest set of likeliest ones that holds at
     least that share of what top_k kept; among equals the lower id comes first. A token of ``stop_token_ids`` ends the
     request and is its last token; nothing else does, so pass the tokenizer's end token. ``seed`` fixes the request's
-    draws; without one, it is drawn from torch's global generator. InputError for a value out of range.
+    draws, so equal prompts with one seed get equal samples: give each of a group its own, or none, which draws one from
+    torch's global generator. InputError for a value out of range.
     """
 
     max_tokens: int = 16

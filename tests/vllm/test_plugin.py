@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.util
 import json
 import os
@@ -360,16 +361,21 @@ def test_a_checkpoint_that_does_not_fit(fault: str, checkpoint: Callable[..., An
 
 
 @pytest.mark.vllm
-def test_the_trainers_process_is_left_as_it_was(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
+def test_the_trainers_process_is_left_as_it_was(
+    checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM seeds every generator, and replaces torch.set_num_threads by a function that does nothing."""
     import random
 
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # torchrun's
+    gc.unfreeze()
     model, path = checkpoint("qwen3")
-    names = (RUNNER, "VLLM_ENABLE_V1_MULTIPROCESSING")
+    names = (RUNNER, "VLLM_ENABLE_V1_MULTIPROCESSING", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
     states: list[Callable[[], Any]] = [
         lambda: torch.get_rng_state().tolist(), random.getstate, lambda: str(np.random.get_state()),
         torch.get_num_threads, lambda: torch.set_num_threads, torch.get_default_dtype, lambda: os.sched_getaffinity(0),
         lambda: [os.environ.get(n) for n in names], lambda: model.config._attn_implementation,
+        lambda: sys.excepthook, gc.get_freeze_count,
     ]  # fmt: skip
     torch.manual_seed(21)
     before = [state() for state in states]
@@ -379,6 +385,25 @@ def test_the_trainers_process_is_left_as_it_was(checkpoint: Callable[..., Any], 
     torch.set_num_threads(threads + 1)
     assert torch.get_num_threads() == threads + 1
     torch.set_num_threads(threads)
+
+
+def test_what_a_process_group_and_a_frozen_heap_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where vLLM's groups were there before the test: a variable that was not set, the hook, and the heap."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    gc.unfreeze()  # what another test may have left
+    hook = sys.excepthook
+    with pytest.raises(KeyboardInterrupt), preserved_state():
+        os.environ["LOCAL_RANK"] = "0"
+        sys.excepthook = lambda *error: None
+        gc.freeze()
+        raise KeyboardInterrupt
+    assert "LOCAL_RANK" not in os.environ and sys.excepthook is hook and gc.get_freeze_count() == 0
+    gc.freeze()  # a trainer's own
+    with preserved_state():
+        pass
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    assert frozen > 0
 
 
 def test_recipe_error_is_a_value_error() -> None:

@@ -6,28 +6,35 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from precgraph.runtime.vllm import RECORD
-from precgraph.runtime.vllm.http import PATHS, SampleFields
+from precgraph.runtime.vllm.http import PATHS, UNREAD, SampleFields
 
 ONE = {"prompt": [5, 6, 7], "max_tokens": 3, "top_p": 0.9}
 
 
 class Engine:
-    """Answers ``precgraph_take`` from ``records``, by the order of requests."""
+    """Answers ``precgraph_take`` from ``records``, by the order of requests, and whether its weights are complete."""
 
     def __init__(self, *records: dict[str, Any], replicas: int = 1, external: bool = False) -> None:
         self.records, self.taken, self.named = list(records), 0, [""]
+        self.complete, self.asked = True, 0
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=replicas, data_parallel_external_lb=external)
         )
 
-    async def collective_rpc(self, method: str, args: tuple[list[str]]) -> list[Any]:
+    async def collective_rpc(self, method: str, args: tuple[list[str], ...] = ()) -> list[Any]:
+        if method == "precgraph_complete":
+            self.asked += 1
+            return [{"value": True}, {"value": self.complete}]
         assert method == "precgraph_take" and args == (self.named,)
         found = dict(zip(self.named, self.records[self.taken : self.taken + 1], strict=False))
         self.taken += 1
@@ -36,8 +43,12 @@ class Engine:
 
 def ask(
     engine: Engine, request: Any, *, path: str = "/v1/completions", status: int = 200, answer: Any = "made",
+    through: Any = SampleFields,
 ) -> tuple[int, Any, list[dict[str, Any]]]:  # fmt: skip
-    """Status and content that the client gets, and the requests that reached the application."""
+    """Status and content that the client gets, and the requests that reached the application.
+
+    ``through`` makes the middleware around it.
+    """
     made = {"choices": [{"text": "€"}], "usage": {"completion_tokens": 3}} if answer == "made" else answer
     seen: list[dict[str, Any]] = []
     sent: list[Any] = []
@@ -76,7 +87,7 @@ def ask(
         "headers": [(b"content-length", str(len(content)).encode())],
         "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
     }  # fmt: skip
-    asyncio.run(SampleFields(application)(scope, receive, send))
+    asyncio.run(through(application)(scope, receive, send))
     start, *rest = sent
     body = b"".join(m["body"] for m in rest)
     assert dict(start["headers"])[b"content-length"] == str(len(body)).encode()
@@ -208,3 +219,95 @@ def test_a_request_that_breaks_off_leaves_no_record() -> None:
 
 def test_a_client_that_has_gone_gets_no_answer() -> None:
     assert ask(Engine({"versions": [1], "kept_mass": {"0": 0.5}}), ONE, answer=None)[:2] == (200, None)
+
+
+@pytest.mark.parametrize("path", sorted(UNREAD))
+def test_a_route_that_generates_and_is_not_read_is_refused(path: str) -> None:
+    engine = Engine()
+    status, found, seen = ask(engine, {"temperature": 0.005}, path=path)
+    assert (status, found["error"]["type"], seen, engine.taken) == (400, "InputError", [], 0)
+    assert (
+        path in found["error"]["message"] and "ask /v1/completions or /v1/chat/completions" in found["error"]["message"]
+    )
+
+
+@pytest.mark.vllm
+def test_every_route_of_vllm_that_generates_is_known() -> None:
+    """Of the packages that hold them; a route that a later vLLM adds there is missing here."""
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    top = Path(spec.origin).parent / "entrypoints"
+    sources = [file for folder in ("openai", "anthropic", "cohere", "generate", "scale_out", "serve/sagemaker")
+               for file in (top / folder).rglob("api_router.py")]  # fmt: skip
+    found = {route for file in sources for route in re.findall(r'\.post\(\s*"([^"]+)"', file.read_text())}
+    none = {
+        r for r in found if r.endswith(("/render", "/derender", "/cancel", "/count_tokens", "abort_requests", "/ping"))
+    }
+    assert {*PATHS, "/v1/responses", "/v1/messages", "/invocations"} <= found
+    assert found - none <= {*PATHS, *UNREAD}
+
+
+def test_weights_that_are_not_complete_end_no_engine() -> None:
+    """And a worker is asked once after a call that may have changed them, not by each request."""
+    engine, kept = Engine(*[{"versions": [1], "kept_mass": {}}] * 9), SampleFields(lambda *_: asyncio.sleep(0))
+
+    def through(application: Any) -> SampleFields:
+        kept._app = application
+        return kept
+
+    def served() -> tuple[int, int]:
+        return ask(engine, ONE, through=through)[0], engine.asked
+
+    assert [served(), served()] == [(200, 1), (200, 1)]
+    engine.complete = False
+    ask(engine, {}, path="/sleep", through=through)
+    assert [served(), served()] == [(503, 2), (503, 3)]
+    status, found, seen = ask(engine, ONE, through=through)
+    assert (status, seen, found["error"]["type"]) == (503, [], "StaleWeightsError")
+    assert "the engine's weights are not complete; update them, then ask again" in found["error"]["message"]
+    engine.complete = True  # no call has passed, as with an update by another server of the same engine
+    assert [served(), served()] == [(200, 5), (200, 5)]
+    with pytest.raises(RuntimeError, match="broke off"):
+        ask(engine, {}, path="/collective_rpc", answer=RuntimeError("broke off"), through=through)
+    assert [served(), served()] == [(200, 6), (200, 6)]
+
+
+def test_a_request_in_the_midst_of_a_call_asks_and_so_does_one_after_it() -> None:
+    engine = Engine(*[{"versions": [1], "kept_mass": {}}] * 3)
+
+    async def sleeps(scope: Any, receive: Any, send: Any) -> None:
+        assert [await served(), await served()] == [200, 200] and engine.asked == 2
+        engine.complete = False
+
+    async def completes(scope: Any, receive: Any, send: Any) -> None:
+        engine.named[0] = json.loads((await receive())["body"])["vllm_xargs"][RECORD]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        made = {"choices": [{}], "usage": {"completion_tokens": 1}}
+        await send({"type": "http.response.body", "body": json.dumps(made).encode()})
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await (sleeps if scope["path"] == "/sleep" else completes)(scope, receive, send)
+
+    middleware = SampleFields(application)
+
+    async def served(path: str = "/v1/completions") -> int:
+        sent: list[Any] = [{"status": 0}]
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": json.dumps(ONE).encode()}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "method": "POST", "path": path, "headers": [],
+            "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
+        }  # fmt: skip
+        await middleware(scope, receive, send)
+        return int(sent[min(1, len(sent) - 1)]["status"])
+
+    async def all_of_it() -> list[int]:
+        return [await served(), await served("/sleep"), await served()]
+
+    assert asyncio.run(all_of_it()) == [200, 0, 503] and engine.asked == 3

@@ -8,6 +8,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ def post(address: str, path: str, body: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def server(model: str, actor: Any, log: Path) -> Iterator[str]:
+def server(model: str, actor: Any, log: Path, *arguments: str) -> Iterator[str]:
     """vLLM's server with its development endpoints."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -45,7 +46,7 @@ def server(model: str, actor: Any, log: Path) -> Iterator[str]:
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1",
         "--port", str(port), "--hf-overrides", json.dumps(overrides), "--dtype", "bfloat16", "--max-model-len", "512",
         "--max-num-batched-tokens", "128", "--max-num-seqs", "8", "--generation-config", "vllm", "--enforce-eager",
-        "--kv-cache-memory-bytes", str(1 << 26), "--enable-prompt-tokens-details",
+        "--kv-cache-memory-bytes", str(1 << 26), "--enable-prompt-tokens-details", *arguments,
     ]  # fmt: skip
     environment = {k: v for k, v in os.environ.items() if k != "VLLM_ENABLE_V1_MULTIPROCESSING"}
     with log.open("w") as output:
@@ -61,12 +62,16 @@ def server(model: str, actor: Any, log: Path) -> Iterator[str]:
         process.wait(30)
 
 
+def with_tokenizer(saved: tuple[Any, str]) -> tuple[Any, str]:
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(saved[1])
+    return saved
+
+
 def test_an_update_and_what_ends_the_use_of_older_keys(checkpoint: Callable[..., Any], tmp_path: Path) -> None:
     from precgraph.vllm import save_weights
 
-    model, folder = checkpoint("qwen3")
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(folder)
+    model, folder = with_tokenizer(checkpoint("qwen3"))
     actor = precgraph.compile(model, "train")
     with server(folder, actor, tmp_path / "log") as address:
 
@@ -101,3 +106,45 @@ def test_an_update_and_what_ends_the_use_of_older_keys(checkpoint: Callable[...,
         assert post(address, "/reset_prefix_cache", {}) == {"success": True}
         assert ask() == (0, 0.0)
         assert ask() == (cached, 0.0)
+
+
+def test_with_the_middleware_discarded_weights_end_no_server(checkpoint: Callable[..., Any], tmp_path: Path) -> None:
+    """After level 2 of sleep; and the routes that it does not read are refused."""
+    from precgraph.vllm import save_weights
+
+    model, folder = with_tokenizer(checkpoint("qwen3"))
+    actor = precgraph.compile(model, "train")
+    manifest = save_weights(actor, tmp_path / "weights.safetensors")
+    request = {"model": folder, "prompt": PROMPT[:20], "max_tokens": 4, "temperature": 1.0}
+    middleware = ("--middleware", "precgraph.vllm.SampleFields")
+    with server(folder, actor, tmp_path / "log", *middleware) as address:
+
+        def ask(path: str = "/v1/completions", **more: Any) -> tuple[int, Any]:
+            try:
+                return 200, post(address, path, request | {"logprobs": 0, "return_token_ids": True} | more)
+            except urllib.error.HTTPError as error:
+                return error.code, json.load(error)["error"]["message"]
+
+        assert ask()[0] == 200
+        for path in ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch"):
+            status, message = ask(path, temperature=0.005)
+            assert status == 400 and "ask /v1/completions or /v1/chat/completions" in message
+        incomplete = (503, "the engine's weights are not complete; update them, then ask again")
+        post(address, "/sleep?level=2", {})
+        assert ask() == incomplete
+        post(address, "/wake_up", {})
+        assert ask() == ask() == incomplete
+        for method, argument in (
+            ("begin", [manifest.to_json()]),
+            ("update_file", [str(tmp_path / "weights.safetensors")]),
+            ("finish", []),
+        ):
+            assert ask() == incomplete
+            post(address, "/collective_rpc", {"method": f"precgraph_{method}", "args": argument})
+        post(address, "/reset_prefix_cache", {})
+        status, found = ask()
+        (choice,) = found["choices"]
+        with torch.no_grad():
+            scores = precgraph.token_logprobs(actor, torch.tensor([PROMPT[:20] + choice["token_ids"]]))
+        assert isinstance(scores, torch.Tensor)
+        assert status == 200 and choice["logprobs"]["token_logprobs"] == scores[0, 19:].tolist()

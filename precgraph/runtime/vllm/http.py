@@ -18,6 +18,14 @@ from precgraph.runtime.vllm.replies import kept_masses, value_of
 from precgraph.runtime.vllm.temperature import require_served
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
+# The other routes by which vLLM 0.26 to 0.32 generate. Each words requests and answers in its own way, and would take
+# what the two above refuse.
+UNREAD = frozenset(
+    {
+        "/v1/chat/completions/batch", "/v1/responses", "/v1/messages", "/cohere/v2/chat", "/inference/v1/generate",
+        "/generative_scoring", "/v1/systemone", "/invocations",
+    }
+)  # fmt: skip
 
 Message = MutableMapping[str, Any]
 Headers = Sequence[tuple[bytes, bytes]]
@@ -30,18 +38,34 @@ class SampleFields:
     """ASGI middleware: completions get ``choices[0].kept_mass``, a number a token, and ``precgraph`` with the program's
     ``digest`` and the ``weights_version``.
 
-    It refuses (status 400) what the answer has no place for, several sequences a request and streams, and temperatures
-    in whose place vLLM takes another; (503) an answer during which the weights changed; (502) one of another form.
+    It refuses (status 400) other routes that generate, what the answer has no place for, several sequences a request
+    and streams, and temperatures in whose place vLLM takes another; (503) requests while the weights are not complete,
+    of which a step would end the engine, and an answer during which they changed; (502) one of another form.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._calls = 0  # begun or ended that may have changed whether the weights are complete
+        self._complete_at: int | None = None  # the number of calls at which a worker last said that they are
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or scope["method"] != "POST" or path not in PATHS:
+        if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
-            return
+        elif path in PATHS:
+            await self._answer(scope, receive, send)
+        elif path in UNREAD:
+            await _refuse(
+                send, 400, InputError(f"{path} has no place for the kept mass", remedy=f"ask {' or '.join(PATHS)}")
+            )
+        else:  # it may let the engine sleep, wake it, or install weights; a request may come in its midst
+            self._calls += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._calls += 1
+
+    async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         content = await _body(receive)
         request = _parsed(content)
         if request is None:  # the server says what is wrong with it
@@ -52,6 +76,10 @@ class SampleFields:
             _require_one_answer(request)
             _require_temperature(request)
             _require_one_engine(engine.vllm_config.parallel_config)
+            await self._require_complete(engine)
+        except StaleWeightsError as error:
+            await _refuse(send, 503, error)
+            return
         except PrecGraphError as error:
             await _refuse(send, 400, error)
             return
@@ -77,6 +105,16 @@ class SampleFields:
             await _refuse(send, 502, error)
             return
         await answer.send(send)
+
+    async def _require_complete(self, engine: Any) -> None:
+        """StaleWeightsError unless the weights are complete. A worker answers between two steps: it is asked only where
+        a call has passed since it last was."""
+        calls = self._calls
+        if calls == self._complete_at:
+            return
+        if not all(map(value_of, await engine.collective_rpc("precgraph_complete"))):
+            raise StaleWeightsError("the engine's weights are not complete", remedy="update them, then ask again")
+        self._complete_at = calls
 
 
 class _Answer:

@@ -184,8 +184,8 @@ def test_wrong_recipes(overrides: dict[str, Any], message: str, checkpoint: Call
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"tensor_parallel_size": 2}, "use data parallelism: data_parallel_size=2"),
-        ({"pipeline_parallel_size": 2}, "use data parallelism"),
+        ({"tensor_parallel_size": 2}, "on each device, .* or vllm serve --data-parallel-size 2$"),
+        ({"pipeline_parallel_size": 2}, "vllm serve --data-parallel-size 2$"),
         ({"dtype": "float16"}, "model dtype torch.float16"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
         ({"worker_cls": "somebody.elses.Worker"}, "would replace the plugin's worker"),
@@ -239,7 +239,7 @@ def test_what_is_no_option_of_the_plugin_passes() -> None:
 
 @pytest.mark.vllm
 def test_tensor_parallel_is_a_typed_error(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
-    with pytest.raises(UnsupportedModelError, match="data_parallel_size=4"):
+    with pytest.raises(UnsupportedModelError, match="on each device, .* or vllm serve --data-parallel-size 4$"):
         start(checkpoint("qwen3")[1], tensor_parallel_size=4)
     for size in (None, "2", 0, True):
         with pytest.raises(InputError, match=f"tensor_parallel_size = {size!r} is no number of devices"):
@@ -247,6 +247,9 @@ def test_tensor_parallel_is_a_typed_error(checkpoint: Callable[..., Any], start:
     for overrides in (None, lambda config: config):
         with pytest.raises(InputError, match="hf_overrides is no table"):
             start(checkpoint("qwen3")[1], hf_overrides=overrides)
+    for recipe in ("jet_rl", {"linear": {}}):
+        with pytest.raises(InputError, match=r"^recipe must be a Recipe, not .*; pass Recipe.preset\(name\)"):
+            start(checkpoint("qwen3")[1], recipe=recipe)
     with pytest.raises(InputError, match="quantization is precgraph's to choose"):
         start(checkpoint("qwen3")[1], quantization="fp8")
 

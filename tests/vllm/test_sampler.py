@@ -158,11 +158,12 @@ def test_arguments_of_ours_of_another_kind_are_refused(own: dict[str, Any]) -> N
 def test_seeds_that_would_be_shared_are_refused() -> None:
     from vllm import SamplingParams as VllmParams
 
-    from precgraph.runtime.vllm.params import require_exact
+    from precgraph.runtime.vllm.params import request_of, require_exact
 
     require_exact(VllmParams(seed=2**63 - 1, n=2))
-    with pytest.raises(InputError, match="seed = -4 must not be negative"):  # Python's generators take it for 4
-        require_exact(VllmParams(seed=-4))
+    for seed in (-4, 2**63, 2**64):  # Python's generators take -4 for 4, torch's have 64 bits
+        with pytest.raises(InputError, match=rf"^seed = {seed} must be from 0 to 2\*\*63 - 1$"):
+            request_of(VllmParams(seed=seed))
     for own in ({SEED: 1}, {RECORD: "a"}):
         with pytest.raises(InputError, match="n = 2 would share one"):
             require_exact(VllmParams(n=2, extra_args=own))

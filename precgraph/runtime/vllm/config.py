@@ -79,7 +79,7 @@ def require_undivided(name: str, size: int) -> None:
     if size > 1:
         raise UnsupportedModelError(
             f"{name} = {size} {DIVIDED[name]}",
-            remedy=f"use data parallelism: data_parallel_size={size}, or one engine per device",
+            remedy=f"run an engine on each device, in a process of its own, or vllm serve --data-parallel-size {size}",
         )
 
 

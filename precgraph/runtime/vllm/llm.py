@@ -21,7 +21,7 @@ from precgraph.runtime.sampling import require_finite
 from precgraph.runtime.store import WeightStore
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, register
 from precgraph.runtime.vllm.alive import answered, deaths_end_steps, in_this_process, one_at_a_time
-from precgraph.runtime.vllm.arguments import refuse, whole_digest
+from precgraph.runtime.vllm.arguments import recipe_for, refuse, whole_digest
 from precgraph.runtime.vllm.ipc import Handles
 from precgraph.runtime.vllm.preserve import (
     IN_PROCESS,
@@ -56,7 +56,9 @@ class LLM:
     ``engine_args`` are those of ``vllm.LLM``; ``engine`` is that object.
 
     Raises UnsupportedModelError (vLLM's version, the model, parallelism that would change sums), RecipeError,
-    InputError, or DigestError if ``digest`` is none, or not the actor's, or if a worker runs another program.
+    InputError, or DigestError if ``digest`` is none, or not the actor's, or if a worker runs another program. A
+    checkpoint that cannot be read is an InputError where the engine runs in this process; from a process of its own
+    vLLM raises a RuntimeError, and its log has the cause.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class LLM:
         from precgraph.runtime.vllm.config import asks_for_v2, requests_checked  # which imports vLLM
 
         self._actor = None if actor is None else compiled_of(actor)
-        self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
+        self.recipe = recipe_for(recipe, self._actor)
         self._digest = whole_digest(digest, self._actor)
         self._broken: str | None = None
         self._closed = self._asleep = False

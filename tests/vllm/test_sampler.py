@@ -161,8 +161,8 @@ def test_seeds_that_would_be_shared_are_refused() -> None:
     from precgraph.runtime.vllm.params import request_of, require_exact
 
     require_exact(VllmParams(seed=2**63 - 1, n=2))
-    for seed in (-4, 2**63, 2**64):  # Python's generators take -4 for 4, torch's have 64 bits
-        with pytest.raises(InputError, match=rf"^seed = {seed} must be from 0 to 2\*\*63 - 1$"):
+    for seed in (-4, 2**63, 2**64, True, 1.5, "a"):  # Python's generators take -4 for 4, torch's have 64 bits
+        with pytest.raises(InputError, match=rf"^seed = {seed!r} must be an integer from 0 to 2\*\*63 - 1$"):
             request_of(VllmParams(seed=seed))
     for own in ({SEED: 1}, {RECORD: "a"}):
         with pytest.raises(InputError, match="n = 2 would share one"):

@@ -48,8 +48,9 @@ def require_exact(params: Any) -> None:
     require_served(params.temperature)  # one that was set after vLLM's constructor, which replaces it
     if params.logprobs == -1:
         raise InputError("logprobs = -1 is refused in exact mode: ask for the k likeliest, logprobs = k")
-    if params.seed is not None and not 0 <= params.seed <= MAX_SEED:  # Python's generators take -4 for 4
-        raise InputError(f"seed = {params.seed} must be from 0 to 2**63 - 1")
+    asked = params.seed  # Python's generators take -4 for 4; torch's, which vLLM makes too, end the engine for True
+    if asked is not None and not (type(asked) is int and 0 <= asked <= MAX_SEED):
+        raise InputError(f"seed = {asked!r} must be an integer from 0 to 2**63 - 1")
     seed, record = own_args(params)
     if params.n > 1 and (seed, record) != (None, None):
         raise InputError(f"n = {params.n} would share one {SEED} or {RECORD}", remedy="send the prompt n times")

@@ -193,7 +193,7 @@ def test_wrong_recipes(overrides: dict[str, Any], message: str, checkpoint: Call
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds does not go with an exact rollout"),
         ({"kv_transfer_config": STORE}, "kv_transfer_config: a store .* those of older weights; leave it out"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size: a store outside the prefix cache"),
-        ({"weight_transfer_config": {"backend": "ipc"}}, "weight_transfer_config: .* and update by precgraph.vllm.LLM"),
+        ({"weight_transfer_config": {"backend": "ipc"}}, "weight_transfer_config: .* by the four calls of"),
         ({"additional_config": {"precgraph": {"digset": "0" * 64}}}, "unknown key 'digset'; known keys: digest"),
         ({"additional_config": {"precgraph": {"digest": 7}}}, "7 is no program's digest; pass all of"),
     ],

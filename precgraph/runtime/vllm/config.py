@@ -205,6 +205,5 @@ def _refuse_ways_past(vllm_config: Any) -> None:
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         raise UnsupportedModelError(
             "weight_transfer_config: vLLM's own updates change weights without the plugin's version and checks",
-            remedy="leave it out, and update by precgraph.vllm.LLM.sync, or by precgraph_begin, precgraph_update_file "
-            "and precgraph_finish through /collective_rpc",
+            remedy="leave it out; update by precgraph.vllm.LLM.sync, or over HTTP by the four calls of docs/vllm.md",
         )

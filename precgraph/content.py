@@ -9,14 +9,12 @@ from torch import Tensor, nn
 
 
 def content(model: nn.Module, path: str, value: Tensor) -> str:
-    """sha256 over dtype, shape and bytes of a buffer or constant; empty for parameters.
+    """sha256 over dtype, shape and bytes of a buffer or constant.
 
     On the meta device only RoPE's frequencies can be known: transformers computes them from the config, here on the
     CPU as a rollout does, so that a graph made from a config alone has the frequencies of the real model. Other
     values are empty there.
     """
-    if isinstance(value, nn.Parameter):
-        return ""
     if value.is_meta:
         made = _frequencies(model, path)
         if made is None:

@@ -70,8 +70,9 @@ class Precision:
 class Parameter:
     """A parameter or buffer of the model: shape, dtype (torch name), and the other names that share its storage.
 
-    ``content`` is the sha256 of a buffer's or constant's dtype, shape and bytes: such values are part of the program.
-    It is empty for parameters, which are trained, and for tensors without values (meta device).
+    ``buffer`` says that no checkpoint holds it (a buffer outside the model's state, or a constant): its values are part
+    of the program, and ``content`` is the sha256 of dtype, shape and bytes, empty if there are none (meta device). For
+    weights, persistent buffers among them, it is empty: their values change while the program stays.
     """
 
     shape: tuple[int, ...]
@@ -171,7 +172,7 @@ class PrecisionGraph:
 
     def digest(self) -> str:
         """sha256 over the canonical *forward* program: operators, attributes, formats, rules and numerics ids, the
-        values of buffers and constants, and, once lowered, the versions of the code that runs it.
+        values of buffers and constants that are no weights, and, once lowered, the versions of the code that runs it.
 
         Only what the output depends on counts, in an order that follows from the edges alone: node names, layouts and
         what a training graph adds (saved copies, the backward) do not, so both programs of one policy have one digest.

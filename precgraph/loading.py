@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from precgraph.errors import InputError, UnsupportedModelError
+from precgraph.skeleton import skeleton
 from precgraph.stored import StoredWeights, quantization_table
 from precgraph.tables import read_table
 from precgraph.weight_files import Checkpoint, link_without_target
@@ -56,18 +57,14 @@ class Source:
 
 
 def load_config_model(model: str | Path | Source) -> PreTrainedModel:
-    """The causal language model that MODEL describes, bf16 on the meta device: no weights are read.
+    """The causal language model that MODEL describes, bf16, its parameters on the meta device: no weights are read.
 
     A ``quantization_config`` is ignored, since the recipe says what is quantised. Raises InputError (missing path,
     malformed config, missing extra) or UnsupportedModelError (unknown model type, remote code, not a causal LM).
     """
     source = find(model)
     config = _gguf_config(source) if source.gguf else _json_config(source)
-    with torch.device("meta"):
-        # from_config, unlike model.to(bfloat16), leaves the RoPE frequencies in fp32.
-        found = _building(source, lambda: _AUTO.from_config(config, dtype=torch.bfloat16))
-    result: PreTrainedModel = found.eval()
-    return result
+    return _building(source, lambda: skeleton(config))
 
 
 def load_model(model: str | Path | Source) -> PreTrainedModel:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from precgraph.exported import (
 )
 from precgraph.format import Format
 from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision, with_rules
+from precgraph.skeleton import allocated
 
 _DROPPED = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.alias.default")
 # How the path of a module inside a layer begins: the layer's own path, which names its segment.
@@ -49,7 +50,8 @@ class Trace:
 
 
 def trace(model: nn.Module, example_inputs: Sequence[Tensor] | None = None) -> Trace:
-    """Trace ``model`` on whatever device its parameters are, the meta device included.
+    """Trace ``model`` on whatever device its parameters are, the meta device included; where only they are on meta, as
+    those of :func:`precgraph.skeleton.skeleton`, the graph is that of the model with its weights.
 
     ``example_inputs`` are needed for modules that are not Hugging Face causal language models; the second-to-last
     dimension of each, at least 2, counts tokens and may vary later. Raises UnsupportedModelError for models that
@@ -57,7 +59,7 @@ def trace(model: nn.Module, example_inputs: Sequence[Tensor] | None = None) -> T
     """
     require_supported(model)
     language_model = isinstance(model, PreTrainedModel) and example_inputs is None
-    with _quiet(model):
+    with _quiet(model), allocated(model) if language_model else nullcontext():
         program = _export(model, language_model, example_inputs)
     if program.graph_signature.buffers_to_mutate:
         raise UnsupportedModelError(
@@ -311,11 +313,11 @@ class _Builder:
             names = [path]
         else:
             names = self.names.of(value)
-        buffer = not isinstance(value, nn.Parameter)
+        buffer = not self.names.is_weight(value)
         self.tensors[names[0]] = value
         self.parameters[names[0]] = Parameter(
             tuple(value.shape), _dtype_name(value.dtype), value.requires_grad, buffer, tuple(names[1:]),
-            content(self.model, names[0], value),
+            content(self.model, names[0], value) if buffer else "",
         )  # fmt: skip
         return names[0]
 
@@ -375,10 +377,20 @@ class _Names:
         self._names: dict[int, list[str]] = {}
         for name, value in self.tensors.items():
             self._names.setdefault(id(value), []).append(name)
+        self._kept = {
+            id(buffer)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if name not in module._non_persistent_buffers_set
+        }
 
     def of(self, value: Tensor) -> list[str]:
         """Every name of one tensor."""
         return self._names[id(value)]
+
+    def is_weight(self, value: Tensor) -> bool:
+        """Whether checkpoints hold the tensor: it is a parameter or a buffer of the model's state."""
+        return isinstance(value, nn.Parameter) or id(value) in self._kept
 
 
 def _tensor_spec(value: Tensor) -> TensorSpec:

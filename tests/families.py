@@ -20,6 +20,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -33,6 +35,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -118,6 +122,17 @@ _MORE["deepseek_v2_lite"] = (DeepseekV2Config, DeepseekV2ForCausalLM, {
 })  # fmt: skip
 MORE_LMS = tuple(_MORE)  # in tests/test_more_families.py, which asks less of each than the shared tests
 _FAMILIES.update(_MORE)
+# What a checkpoint of them says, and no other family's does; of the tests that are about that alone.
+_FAMILIES["glm4_moe"] = (Glm4MoeConfig, Glm4MoeForCausalLM, {  # a router's bias in fp32, as deepseek_v3
+    "hidden_size": 128, "intermediate_size": 224, "moe_intermediate_size": 96, "n_routed_experts": 16,
+    "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 32, "first_k_dense_replace": 1, "n_shared_experts": 1,
+})  # fmt: skip
+_FAMILIES["qwen2_moe"] = (Qwen2MoeConfig, Qwen2MoeForCausalLM, {  # a window of 0 tokens, which means none
+    "hidden_size": 128, "intermediate_size": 224, "moe_intermediate_size": 96, "num_experts": 8,
+    "num_experts_per_tok": 2, "shared_expert_intermediate_size": 160, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+})  # fmt: skip
 
 
 def config(name: str, **changes: Any) -> Any:
@@ -147,6 +162,9 @@ def meta_lm(name: str, **changes: Any) -> PreTrainedModel:
 def _model(name: str, changes: dict[str, Any]) -> PreTrainedModel:
     # Not model.to(bfloat16), which would round the fp32 RoPE frequencies too.
     model: PreTrainedModel = _FAMILIES[name][1]._from_config(config(name, **changes), dtype=torch.bfloat16)
+    for path, buffer in model.named_buffers():
+        if path.endswith("e_score_correction_bias"):
+            buffer.data = buffer.data.float()  # as from_pretrained has it, whatever dtype is asked for
     model.train(False)
     return model
 
@@ -162,6 +180,9 @@ def _randomise(model: nn.Module, seed: int) -> None:
                 parameter.copy_(0.1 * noise)
             else:
                 parameter.copy_(noise * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
 
 
 # ------------------------------------------------------------------------------------ plain modules

@@ -28,9 +28,10 @@ from precgraph.cli import app
 from precgraph.cli.check import READS
 from precgraph.cli.console import progress
 from precgraph.cli.show import _pass_names
+from precgraph.loading import load_model
 from precgraph.lowering import lower as lowering
 from precgraph.report import load
-from tests.families import CAUSAL_LMS, config_json
+from tests.families import CAUSAL_LMS, MORE_LMS, causal_lm, config_json
 from tests.test_loading import BAD_CONFIGS
 
 ROOT = Path(__file__).parents[1]
@@ -549,6 +550,15 @@ def test_show_dot_is_well_formed(llama: Path) -> None:
 
 
 # --------------------------------------------------------------------------------- digest and recipe
+
+
+@pytest.mark.parametrize("family", [*CAUSAL_LMS, *MORE_LMS, "glm4_moe"])
+def test_a_digest_is_that_of_the_model_with_its_weights(family: str, tmp_path: Path) -> None:
+    """Scales of embeddings and whatever else a model keeps outside its checkpoint count; a router's bias does not."""
+    causal_lm(family).save_pretrained(tmp_path)
+    trained = precgraph.compile(load_model(tmp_path), "train").precgraph.digest  # type: ignore[union-attr]
+    for model in (tmp_path, tmp_path / "config.json"):
+        assert run("digest", model).stdout.strip() == trained
 
 
 def test_digests(llama: Path, tmp_path: Path) -> None:

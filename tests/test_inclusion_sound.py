@@ -123,17 +123,18 @@ def test_a_model_without_weights_is_the_real_one() -> None:
 
 
 class _Affine(nn.Module):
-    """A linear, a constant tensor and a buffer."""
+    """A linear, a constant tensor, a buffer, and one that checkpoints hold."""
 
     def __init__(self, constant: float, buffer: float) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Linear(64, 64, dtype=torch.bfloat16)
         self.constant = torch.tensor(constant, dtype=torch.bfloat16)
-        self.register_buffer("shift", torch.full((64,), buffer, dtype=torch.bfloat16))
+        self.register_buffer("shift", torch.full((64,), buffer, dtype=torch.bfloat16), persistent=False)
+        self.register_buffer("learnt", torch.ones(64, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x) * self.constant + self.shift
+        y: Tensor = self.inner(x) * self.constant + self.shift + self.learnt
         return y
 
 
@@ -144,6 +145,19 @@ def test_values_of_a_plain_module(values: tuple[float, float], count: int) -> No
     report = check_inclusion(train, infer)
     assert [f.attributes for f in report.violations] == [("content",)] * count
     assert (train.digest() == infer.digest()) == (count == 0)
+
+
+def test_a_buffer_of_the_checkpoint_is_a_weight() -> None:
+    """Its values are no part of the program, its dtype is."""
+    x = torch.zeros(1, 4, 64, dtype=torch.bfloat16)
+    ours, other, wide = _Affine(1.0, 2.0), _Affine(1.0, 2.0), _Affine(1.0, 2.0)
+    other.learnt = other.learnt * 3
+    train, infer = graphs(ours, other, x)
+    assert check_inclusion(train, infer).ok and train.digest() == infer.digest()
+    wide.learnt = wide.learnt.float()
+    assert ours.learnt.dtype != wide.learnt.dtype
+    train, infer = graphs(ours, wide, x)
+    assert not check_inclusion(train, infer).ok and train.digest() != infer.digest()
 
 
 def test_values_that_are_not_there_are_not_proved() -> None:

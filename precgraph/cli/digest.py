@@ -21,8 +21,8 @@ def digest(
 ) -> None:
     """Print the digest of the forward program: what trainer and engine compare before the first token.
 
-    It covers operators, formats, numeric rules, parameter paths, values of buffers, and the numerics ids and versions
-    of the chosen kernels: those for this machine's GPU, or for its CPU if there is none.
+    It covers operators, formats, numeric rules, weights' paths, values of buffers that no checkpoint holds, and the
+    numerics ids and versions of the chosen kernels: those for this machine's GPU, or for its CPU if there is none.
     """
     choose("--mode", mode, ("train", "infer"))
     with progress() as step:

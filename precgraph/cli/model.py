@@ -33,7 +33,7 @@ SIDE_HELP = (
 
 
 def trace_model(model: str | Source, step: Callable[[str], None]) -> tuple[PreTrainedModel, Trace]:
-    """The model on the meta device and its raw graph: no weights are read."""
+    """The model, its parameters on the meta device, and its raw graph: no weights are read."""
     step("starting torch")
     from precgraph.loading import find, load_config_model
     from precgraph.trace import trace

@@ -13,10 +13,11 @@ from precgraph.lowering.registry import AUTO, backends, select
 
 
 def target(tensors: Iterable[Tensor]) -> torch.device:
-    """The device to lower a model of these tensors for: theirs, or on meta the GPU if there is one, else the CPU."""
-    device = next((t.device for t in tensors), torch.device("cpu"))
-    if device.type != "meta":
-        return device
+    """The device to lower a model of these tensors for: theirs, or, where weights are on meta, the GPU if there is one,
+    else the CPU."""
+    devices = [t.device for t in tensors]
+    if all(device.type != "meta" for device in devices):
+        return devices[0] if devices else torch.device("cpu")
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -23,7 +23,9 @@ from tests.vllm.conftest import largest_difference
 
 pytestmark = pytest.mark.vllm
 # Widths of one family whose experts are whole blocks; the others end within blocks.
-FAMILIES: dict[str, dict[str, int]] = {"qwen3": {}, "llama": {}, "qwen3_moe": {"moe_intermediate_size": 128}}
+FAMILIES: dict[str, dict[str, int]] = {
+    "qwen3": {}, "llama": {}, "qwen3_moe": {"moe_intermediate_size": 128}, "glm4_moe": {"moe_intermediate_size": 128}
+}  # fmt: skip
 
 
 def model_of(llm: Any) -> Any:

@@ -16,11 +16,13 @@ from torch import Tensor
 import precgraph
 from precgraph import Recipe
 from precgraph.errors import InputError, StaleWeightsError, SyncError
+from precgraph.loading import load_config_model, load_model
 from precgraph.runtime.compiled import build_lowered
 from precgraph.runtime.contexts import PackedContext
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.vllm.sync import Entry, Manifest, Receiver, describe, fingerprint, policy, save_weights
-from precgraph.runtime.vllm.weights import RolloutStore, skeleton, wire
+from precgraph.runtime.vllm.weights import RolloutStore, wire
+from precgraph.skeleton import skeleton
 from precgraph.trace import trace
 from tests.families import CAUSAL_LMS, causal_lm, config
 
@@ -221,6 +223,46 @@ def test_skeletons_have_the_models_own_buffers() -> None:
     assert {n: p.shape for n, p in bones.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
     torch.nn.Linear(3, 3)  # what was patched for the construction is back
     assert not torch.nn.Linear(3, 3).weight.is_meta
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_a_buffer_of_the_checkpoint_is_loaded_and_travels(family: str, tmp_path: Path) -> None:
+    """A router's bias: fp32 as transformers loads it, from a file in bf16 too, and no part of the digest."""
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model = causal_lm(family)
+    bias = model.state_dict()[name]
+    assert bias.dtype == torch.float32 and bool(bias.any())
+    actor = precgraph.compile(model, "train")
+    manifest, tensors = policy(actor)
+    store = rollout_store(family, Recipe.jet_rl())
+    weights = dict(actor.state_dict())
+    store.load(weights.items())
+    assert store.program.graph.digest() == manifest.digest
+    assert torch.equal(tensors[name], bias) and equal(wire(store, store.program), tensors)
+    rounded = bias.bfloat16()
+    store.load({**weights, name: rounded}.items())
+    assert torch.equal(store.masters[name], rounded.float()) and not torch.equal(store.masters[name], bias)
+    store.install(tensors, 2)
+    assert torch.equal(store.masters[name], bias)
+    with pytest.raises(InputError, match="lacks 1 of") as caught:
+        store.load((n, t) for n, t in weights.items() if n != name)
+    assert caught.value.path == name
+    bias += 1.0
+    assert actor.precgraph.store.stale  # type: ignore[union-attr, operator]
+    actor.sync()  # type: ignore[operator]
+    changed, tensors = policy(actor)
+    assert (changed.digest, changed.version) == (manifest.digest, manifest.version + 1)
+    assert changed.tensors[name].fingerprint != manifest.tensors[name].fingerprint
+
+
+def test_skeletons_have_the_dtypes_of_from_pretrained(tmp_path: Path) -> None:
+    causal_lm("deepseek_v3").save_pretrained(tmp_path)
+    loaded, bones = load_model(tmp_path), load_config_model(tmp_path)
+    assert {n: t.dtype for n, t in bones.state_dict().items()} == {n: t.dtype for n, t in loaded.state_dict().items()}
+    assert {p.device.type for p in bones.parameters()} == {"meta"}
+    assert {b.device.type for b in bones.buffers()} == {"cpu"}
+    trace(bones)
+    assert {p.device.type for p in bones.parameters()} == {"meta"}, "tracing leaves the model as it was"
 
 
 @pytest.mark.parametrize("fault", ["shape", "dtype", "name", "missing"])

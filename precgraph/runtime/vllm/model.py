@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedConfig
 
 from precgraph import ops
 from precgraph.checkpoint import Fp8Checkpoint, layout
@@ -27,7 +28,8 @@ from precgraph.runtime.vllm.config import KEY, recipe_of
 from precgraph.runtime.vllm.draws import Draws
 from precgraph.runtime.vllm.quantized import load_quantized
 from precgraph.runtime.vllm.sizes import Sizes, sizes_of
-from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, skeleton, wire
+from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, wire
+from precgraph.skeleton import skeleton
 from precgraph.trace import require_supported, trace
 
 
@@ -40,7 +42,7 @@ class PrecGraphForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__()
-        config = _own_config(vllm_config.model_config.hf_config)
+        config = _own_config(vllm_config.model_config)
         recipe = recipe_of(vllm_config.model_config.hf_config)
         device = torch.device(vllm_config.device_config.device)
         with _plain_defaults():
@@ -52,7 +54,6 @@ class PrecGraphForCausalLM(nn.Module):
                 raise UnsupportedModelError(f"{type(original).__name__} is not a causal language model")
             program = build_lowered(traced.graph, "infer", recipe, "auto", device)
             store = RolloutStore(traced, program, device)
-        traced.tensors.clear()  # the parameters of the skeleton, which were never written
         self.compiled = Compiled(traced, "infer", recipe, "auto", False, store, Runner(program, store), Places())
         self.config, self.checkpoint = config, vllm_config.model_config.model
         self.sizes = sizes_of(vllm_config) if device.type == "cuda" else Sizes()
@@ -158,12 +159,33 @@ def _random(path: str, like: Tensor, device: torch.device, generator: torch.Gene
     return made.fill_(0.0 if path.endswith("bias") else 1.0)
 
 
-def _own_config(hf_config: Any) -> Any:
-    """The checkpoint's own config, without what makes vLLM choose this model."""
-    config = copy.deepcopy(hf_config)
+def _own_config(model_config: Any) -> Any:
+    """The checkpoint's own config as a trainer reads it, with the user's overrides: vLLM writes into the one it holds.
+
+    What makes vLLM choose this model is left out.
+    """
+    config: Any = AutoConfig.from_pretrained(
+        model_config.hf_config_path or model_config.model, revision=model_config.revision, trust_remote_code=False
+    )
+    architectures, overrides = config.architectures, model_config.hf_overrides
+    if callable(overrides):
+        config = overrides(config)
+    else:
+        _override(config, overrides)
+    config.architectures = architectures
     for key in (KEY, "quantization_config"):
         config.__dict__.pop(key, None)
     return config
+
+
+def _override(config: PreTrainedConfig, table: Mapping[str, Any]) -> None:
+    """Set attributes as vLLM does: a table for a part of the config goes into that part."""
+    for key, value in table.items():
+        part = getattr(config, key, None)
+        if isinstance(part, PreTrainedConfig) and isinstance(value, Mapping):
+            _override(part, value)
+        else:
+            setattr(config, key, value)
 
 
 def _specs(graph: PrecisionGraph) -> list[ops.AttentionSpec]:

@@ -11,7 +11,7 @@ from precgraph.checkpoint import Fp8Checkpoint, Part
 from precgraph.checkpoint.fp8 import CODES, SCALE
 from precgraph.errors import InputError
 from precgraph.format import Format
-from precgraph.runtime.vllm.weights import RolloutStore, install_pack, pack_groups
+from precgraph.runtime.vllm.weights import RolloutStore, fits, install_pack, pack_groups
 
 Where = dict[str, list[tuple[str, Part]]]  # path of a parameter to the checkpoint's tensors that it consists of
 
@@ -66,7 +66,7 @@ def _plain(store: RolloutStore, checkpoint: Fp8Checkpoint, where: Where, path: s
     made = torch.empty(master.shape, dtype=master.dtype)
     for name, part in where[path]:
         value, place = checkpoint.read(name), part.of(made)
-        if value.dtype != master.dtype or value.shape != place.shape:
+        if value.shape != place.shape or not fits(value.dtype, master.dtype):
             raise _other(name, value.dtype, value.shape, str(master.dtype).removeprefix("torch."), place.shape)
         place.copy_(value)
     return made

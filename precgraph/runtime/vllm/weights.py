@@ -8,11 +8,10 @@ layout of FP8 checkpoints of Hugging Face; everything else in the dtype that the
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from precgraph.errors import InputError, StaleWeightsError
 from precgraph.graph import PrecisionGraph, precision
@@ -38,7 +37,7 @@ class RolloutStore(WeightStore):
     def __init__(self, trace: Trace, program: Program, device: torch.device) -> None:
         read = read_directly(program.graph)
         masters = {
-            # Only parameters arrive later; buffers and constants are what the model's own code made of them.
+            # Only weights arrive later; other buffers and constants are what the model's own code made of them.
             path: torch.empty_like(t, device=device if path in read else "meta")
             if path in trace.graph.parameters and not trace.graph.parameters[path].buffer
             else t.to(device)
@@ -79,7 +78,7 @@ class RolloutStore(WeightStore):
             if path in seen:
                 continue  # the other name of a tied weight
             seen.add(path)
-            waiting[path] = weight.to(self.device)
+            waiting[path] = weight.to(self.device, self.masters[path].dtype)
             if not self.masters[path].is_meta:
                 self.masters[path].copy_(weight)
             for members in [g for g in groups if {k.path for k in g} <= waiting.keys()]:
@@ -102,7 +101,7 @@ class RolloutStore(WeightStore):
         if path is None:
             raise UnknownNameError("the model has no parameter of this name", path=name)
         master = self.masters[path]
-        if weight.shape != master.shape or weight.dtype != master.dtype:
+        if weight.shape != master.shape or not fits(weight.dtype, master.dtype):
             raise InputError(
                 f"the checkpoint holds {_describe(weight)}, the model's config wants {_describe(master)}", path=name,
                 remedy="correct the config, or convert the checkpoint to bfloat16",
@@ -189,45 +188,10 @@ def read_directly(graph: PrecisionGraph) -> set[str]:
     }  # fmt: skip
 
 
+def fits(found: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether a checkpoint's dtype is the model's: transformers widens what a class keeps in fp32, which is exact."""
+    return found == wanted or (found, wanted) == (torch.bfloat16, torch.float32)
+
+
 def _describe(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
-
-
-# ------------------------------------------------------------------------------- a model without weights
-
-
-def skeleton(config: Any) -> nn.Module:
-    """The causal language model of a config with real buffers and constants, and parameters that take no memory.
-
-    Buffers such as RoPE's frequencies are made on the CPU by the model's own constructor, as a trainer's are. The
-    parameters are allocated without being written, which costs address space only; tracing never reads them.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("cpu"), _parameters_on_meta():
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None and p.is_meta:
-                if id(p) not in made:
-                    made[id(p)] = nn.Parameter(torch.empty(p.shape, dtype=p.dtype, device="cpu"), requires_grad=False)
-                module._parameters[name] = made[id(p)]
-    return model.eval()
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters that modules register inside have no storage, so initialising them costs nothing."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:
-            param = nn.Parameter(param.data.to("meta"), requires_grad=param.requires_grad)
-        register(self, name, param)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

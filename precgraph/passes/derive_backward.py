@@ -285,7 +285,8 @@ def _expert_linear(b: _Backward, node: fx.Node, dy: fx.Node) -> None:
         experts = tensor(master).shape[0]
         right, saved = dy, x
         if rule and rule.wgrad_activation and rule.wgrad_grad_output:
-            with b.graph.inserting_after(operand):  # type: ignore[arg-type]
+            # After both: a shared expert may have quantised the operand before the router chose.
+            with b.graph.inserting_after(max(operand, index)):  # type: ignore[type-var, arg-type]
                 saved = _dispatched(b, x, node, rule.wgrad_activation, slots, role="saved")
             right = _dispatched(b, dy, node, rule.wgrad_grad_output, 1, role="gradient", phase="backward")
         args = (right, saved, index, experts, slots)  # type: ignore[assignment]

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -570,6 +570,15 @@ def test_a_fault_before_the_update_keeps_the_state(tmp_path: Path, fault: Any, e
     assert lasting(read_records(tmp_path / "faulty")) == lasting(read_records(tmp_path / "whole"))
 
 
+@pytest.fixture
+def hangs_up() -> Iterator[None]:
+    """SIGHUP ends processes, as it does unless the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize(
     ("where", "number"),
     [(w, n) for w in ("rollout", "update") for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
@@ -591,6 +600,7 @@ def test_signals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, nu
     assert checkpoint.steps(tmp_path)[-1] == len(read_records(tmp_path)) == (1 if where == "rollout" else 2)
 
 
+@pytest.mark.usefixtures("hangs_up")
 @pytest.mark.parametrize("where", ["rollout", "update"])
 def test_a_terminal_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Whatever is written to it is then an error of its own; the state is saved all the same."""

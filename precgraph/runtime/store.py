@@ -128,7 +128,7 @@ class WeightStore:
                 raise UnsupportedModelError(
                     f"the weight was {dtype} when it was compiled and is {master.dtype} now",
                     path=path,
-                    remedy=f"convert it back, model.to({dtype})",
+                    remedy="load the model again, and compile it: model.to(dtype) rounds RoPE's frequencies too",
                 )
 
     @property

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from precgraph.errors import RecipeError
+from precgraph.errors import InputError, RecipeError
 from precgraph.format import Format
 from precgraph.strict_json import sound
 
@@ -257,6 +257,15 @@ class Recipe:
         for pattern in self.select.skip:
             if not any(matches(pattern, m) for m in paths):
                 raise RecipeError(f"select.skip pattern {pattern!r} matches no linear layer{_meant(pattern, paths)}")
+
+
+def require_recipe(recipe: object) -> None:
+    """InputError for an argument that is neither a recipe nor left out."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise InputError(
+            f"recipe must be a Recipe, not {recipe!r:.80}",
+            remedy="pass Recipe.preset(name), Recipe.load(path) or Recipe.from_dict(table)",
+        )
 
 
 def matches(pattern: str, module: str) -> bool:

@@ -125,9 +125,11 @@ def require_vllm(config: Config, device: torch.device) -> None:
             "vLLM's own model reports log-probabilities of the truncated distribution", path="rollout.top_p, top_k",
             remedy='leave them out, or set rollout.engine = "embedded"',
         )  # fmt: skip
-    if arm not in ("exact", "bf16") and device.type != "cuda":
+    if arm in ("exact", "bf16"):
+        return
+    if device.type != "cuda":
         raise ConfigError(f"arm {arm!r}: vLLM's own block FP8 needs a GPU", remedy='set rollout.engine = "embedded"')
-    if arm not in ("exact", "bf16") and (foreign := foreign_deep_gemm()):
+    if foreign := foreign_deep_gemm():
         raise ConfigError(f"arm {arm!r}: {foreign.message}", remedy=foreign.remedy)
 
 

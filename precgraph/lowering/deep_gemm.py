@@ -9,7 +9,7 @@ deterministic whatever tile the library picks (a test shows it).
 The library is PyPI's ``sgl-deep-gemm`` (imported as ``deep_gemm``) or the copy inside vLLM. It compiles a kernel for
 every new tile of a weight's shape, about four seconds each, into ``DG_JIT_CACHE_DIR`` (default ``~/.deep_gemm``). Left
 open, a shape costs registers that some tiles do not have: those of 128x192, which 512 tokens take for an N of 6144,
-spill 440 bytes a thread and are 3.4 times slower (``benchmarks/gpu/gemm.py``). WGrad's K is the number of tokens, so
+spill 440 bytes a thread and are 3.4 times slower (docs/results/speed.md). WGrad's K is the number of tokens, so
 its kernels, and those of bf16, which spill nothing, serve all shapes.
 """
 

@@ -18,7 +18,7 @@ from precgraph.lowering.lower import lower, target
 from precgraph.lowering.program import Program, Segment, build_program
 from precgraph.lowering.registry import Kernel
 from precgraph.passes.pipeline import RECOMPUTE, build
-from precgraph.recipe import Recipe
+from precgraph.recipe import Recipe, require_recipe
 from precgraph.runtime.accept import require_inputs, require_labels, require_own_forward, require_token_local
 from precgraph.runtime.checkpointing import checkpointed
 from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext
@@ -309,8 +309,7 @@ def compile(
             f"compile takes a torch module, not {type(model).__name__}",
             remedy="load a model with AutoModelForCausalLM.from_pretrained(..., dtype=torch.bfloat16)",
         )
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise InputError(f"recipe must be a Recipe, not {recipe!r}", remedy="Recipe.preset(name) or Recipe.load(path)")
+    require_recipe(recipe)
     if recompute is not None and recompute not in RECOMPUTE:
         raise InputError(f"recompute must be one of {', '.join(RECOMPUTE)}, not {recompute!r}")
     if isinstance(example_inputs, Tensor):

@@ -7,18 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from precgraph.errors import DigestError, InputError
-from precgraph.recipe import Recipe
 from precgraph.runtime.compiled import Compiled
-
-
-def recipe_for(recipe: Recipe | None, actor: Compiled | None) -> Recipe:
-    """The recipe to run: the one that was passed, the actor's, or the default."""
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise InputError(
-            f"recipe must be a Recipe, not {recipe!r:.80}",
-            remedy="pass Recipe.preset(name), Recipe.load(path) or Recipe.from_dict(table)",
-        )
-    return recipe or (actor.recipe if actor is not None else Recipe.jet_rl())
 
 
 def require_whole(digest: Any) -> None:

@@ -46,7 +46,7 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         if v2:
             _require_gate()
         recipe_of(vllm_config.model_config.hf_config)
-        options_of(vllm_config)
+        own_options(vllm_config.additional_config)
         _refuse(vllm_config)
         _refuse_ways_past(vllm_config)
         device = str(vllm_config.device_config.device_type)
@@ -128,13 +128,8 @@ def recipe_of(hf_config: Any) -> Recipe:
     return Recipe.from_dict(carried)
 
 
-def options_of(vllm_config: Any) -> dict[str, Any]:
-    """The engine's own options, checked: ``additional_config={"precgraph": {...}}``."""
-    return own_options(vllm_config.additional_config)
-
-
 def own_options(additional: Any) -> dict[str, Any]:
-    """What vLLM's ``additional_config`` holds for the plugin.
+    """What vLLM's ``additional_config`` holds for the plugin: ``{"precgraph": {...}}``.
 
     InputError for what is no table or has a key that is no option, DigestError for a digest that no program has: either
     would leave the engine unchecked.

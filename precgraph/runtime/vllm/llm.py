@@ -15,13 +15,13 @@ from torch import Tensor
 
 from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError
 from precgraph.loading import load_config_model
-from precgraph.recipe import Recipe
+from precgraph.recipe import Recipe, require_recipe
 from precgraph.runtime.engine import Completion, prompt_ids
 from precgraph.runtime.sampling import require_finite
 from precgraph.runtime.store import WeightStore
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, register
 from precgraph.runtime.vllm.alive import answered, deaths_end_steps, in_this_process, one_at_a_time
-from precgraph.runtime.vllm.arguments import recipe_for, refuse, whole_digest
+from precgraph.runtime.vllm.arguments import refuse, whole_digest
 from precgraph.runtime.vllm.ipc import Handles
 from precgraph.runtime.vllm.preserve import (
     IN_PROCESS,
@@ -75,7 +75,8 @@ class LLM:
         from precgraph.runtime.vllm.config import asks_for_v2, requests_checked  # which imports vLLM
 
         self._actor = None if actor is None else compiled_of(actor)
-        self.recipe = recipe_for(recipe, self._actor)
+        require_recipe(recipe)
+        self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
         self._digest = whole_digest(digest, self._actor)
         self._broken: str | None = None
         self._closed = self._asleep = False

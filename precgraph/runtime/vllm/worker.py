@@ -16,7 +16,7 @@ from precgraph.runtime.vllm import (
     RUNNER,
     dummy,  # noqa: F401 - registers its loader
 )
-from precgraph.runtime.vllm.config import asks_for_v2, options_of
+from precgraph.runtime.vllm.config import asks_for_v2, own_options
 from precgraph.runtime.vllm.draws import Draws
 from precgraph.runtime.vllm.ipc import Opened
 from precgraph.runtime.vllm.model import PrecGraphForCausalLM
@@ -204,7 +204,7 @@ class ExactWorker:
 
     def _require_digest(self) -> None:
         """With ``additional_config={"precgraph": {"digest": ...}}`` a worker that would run another program stops."""
-        wanted, found = options_of(self.vllm_config).get("digest"), self._model().digest
+        wanted, found = own_options(self.vllm_config.additional_config).get("digest"), self._model().digest
         if wanted is not None and wanted != found:
             raise DigestError(
                 f"this engine would run program {found[:12]}, the trainer runs {wanted[:12]}",

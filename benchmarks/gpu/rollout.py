@@ -209,14 +209,12 @@ def kernels(options: argparse.Namespace) -> None:
 
 
 def warm_sizes(requests: int) -> list[int]:
-    """What the engine pads its steps to, with vLLM's default capture sizes, and a trainer's batch of long sequences."""
-    from precgraph.runtime.vllm.sizes import sizes_of
+    """What the engine pads its steps to, and a trainer's batch of long sequences."""
+    from precgraph.runtime.vllm.sizes import captured_sizes, sizes_of
 
-    largest = min(2 * requests, 512)
-    captured = [s for s in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if s <= largest]
     made = sizes_of(
         SimpleNamespace(
-            compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured),
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=captured_sizes(requests, 8192)),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=8192, max_num_seqs=requests),
         )
     )

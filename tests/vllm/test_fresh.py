@@ -1,4 +1,4 @@
-"""Which requests of a step attend to the step's own keys, without a GPU."""
+"""What of a step attends over pages, and what to the step's own keys, without a GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,26 @@ from torch import Tensor
 pytestmark = pytest.mark.vllm
 
 
-def split(requests: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]] | None]:
-    """``(tokens, keys)`` of each request of a step, to those that attend over pages, and rows of the fresh ones."""
+def step_of(requests: list[tuple[int, int]]) -> Any:
+    """A step of requests of so many ``(tokens, keys)``, as vLLM's runners describe it."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    from precgraph.runtime.vllm.attention_gpu import without_fresh
 
     lengths = [n for n, _ in requests]
     starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
     keys = torch.tensor([k for _, k in requests], dtype=torch.int32)
-    step = CommonAttentionMetadata(
-        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=keys, seq_lens_cpu_upper_bound=keys,
+    return CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=keys, seq_lens_cpu_upper_bound=keys.clone(),
         num_reqs=len(requests), num_actual_tokens=sum(lengths), max_query_len=max(lengths), max_seq_len=max(keys),
         block_table_tensor=torch.zeros(len(requests), 8, dtype=torch.int32),
         slot_mapping=torch.arange(sum(lengths)),
     )  # fmt: skip
+
+
+def split(requests: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]] | None]:
+    """``(tokens, keys)`` of each request of a step, to those that attend over pages, and rows of the fresh ones."""
+    from precgraph.runtime.vllm.attention_gpu import without_fresh
+
+    step, lengths = step_of(requests), [n for n, _ in requests]
     paged, fresh = without_fresh(step)
     assert paged.num_reqs == len(paged.seq_lens) == len(paged.block_table_tensor) == len(paged.query_start_loc) - 1
     kept = list(zip(paged.query_start_loc.diff().tolist(), paged.seq_lens.tolist(), strict=True))
@@ -51,7 +56,7 @@ def split(requests: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[
         ([(100, 100), (1, 5)], [(100, 100), (1, 5)], None),  # none after the last that has keys
         ([(5, 5), (3, 9), (1, 1), (7, 7)], [(5, 5), (3, 9)], [(8, 9), (9, 16)]),
         ([(5, 5), (7, 7)], [], [(0, 5), (5, 12)]),
-        ([(1, 1), (1, 8), (1, 1)], [(1, 1), (1, 8), (1, 1)], None),  # a captured step stays whole
+        ([(1, 1), (1, 8), (1, 1)], [(1, 1), (1, 8), (1, 1)], None),  # one token each
         ([(2, 8), (0, 0)], [(2, 8), (0, 0)], None),  # padding is no request
     ],
 )
@@ -93,3 +98,72 @@ def test_each_row_is_written_by_its_own_call(start: int, monkeypatch: pytest.Mon
     metadata = SimpleNamespace(fresh=fresh, num_actual_tokens=start)
     assert impl.forward(None, query, key, value, None, metadata, output) is output
     assert output[:, 0, 0].tolist() == [0.0] * start + [1.0] * 2 + [2.0] * 4 + [-1.0] * 2
+
+
+@pytest.fixture
+def builder(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ours for steps of up to 200 tokens captured, over a builder of vLLM's that passes on what it is given."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadata, FlashAttentionMetadataBuilder
+
+    from precgraph.runtime.vllm.attention_gpu import OneSplitBuilder
+
+    def passed_on(self: Any, prefix: int, step: Any, fast_build: bool = False) -> Any:
+        assert prefix == 0
+        made = FlashAttentionMetadata.__new__(FlashAttentionMetadata)
+        fields = dict.fromkeys(FlashAttentionMetadata.__dataclass_fields__)
+        given = {k: getattr(step, k) for k in ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens")}
+        vars(made).update(fields | given | {"max_num_splits": 1, "scheduler_metadata": not fast_build})
+        return made
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", passed_on)
+    made = OneSplitBuilder.__new__(OneSplitBuilder)
+    made.captured, made.query_bound = 200, 1
+    made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=300))
+    return made
+
+
+@pytest.mark.parametrize(
+    "requests",
+    [[(1, 70), (1, 9)], [(1, 70), (150, 150), (30, 130)], [(1, 1)], [(200, 200)]],
+    ids=["decoding", "a prompt joins", "one token", "one prompt"],
+)
+@pytest.mark.parametrize(("width", "bound"), [(1, 2), (128, 128)])
+def test_steps_of_a_captured_size_differ_in_nothing_that_a_graph_holds(
+    builder: Any, requests: list[tuple[int, int]], width: int, bound: int
+) -> None:
+    """What the host passes to FA3 is one bound, for all requests at once; the lengths are on the device."""
+    builder.query_bound = width
+    step = step_of(requests)
+    made = builder.build(0, step)
+    assert (made.max_query_len, made.num_actual_tokens, made.fresh) == (bound, step.num_actual_tokens, None)
+    assert made.query_start_loc is step.query_start_loc and made.seq_lens is step.seq_lens
+    assert made.scheduler_metadata and step.seq_lens.tolist() == [keys for _, keys in requests]
+
+
+@pytest.mark.parametrize(("captured", "fresh"), [(200, False), (100, True), (0, True)])
+def test_a_larger_step_is_split(builder: Any, captured: int, fresh: bool) -> None:
+    builder.captured = captured
+    made = builder.build(0, step_of([(1, 70), (150, 150)]))
+    assert (made.fresh is not None) == fresh
+    assert made.max_query_len == (1 if fresh else 2) and made.num_actual_tokens == (1 if fresh else 151)
+
+
+def test_no_capture_reads_pages_beyond_the_longest_request(builder: Any) -> None:
+    """vLLM captures requests as long as the step, for which a block table of a shorter model has no columns."""
+    builder.captured = 512
+    step = step_of([(4, 512), (508, 512), (0, 0)])
+    builder.build(0, step)
+    assert step.seq_lens.tolist() == [300, 300, 0]
+
+
+@pytest.mark.parametrize("seqs", [1, 3, 16, 64, 256, 1000])
+@pytest.mark.parametrize("tokens", [5, 100, 2048, 8192])
+def test_captured_sizes(seqs: int, tokens: int) -> None:
+    """As many as vLLM has for decoding, 8 and then 16 apart; above them a fifth of a step is padding at most."""
+    from precgraph.runtime.vllm.sizes import LARGEST, Sizes, captured_sizes
+
+    sizes = captured_sizes(seqs, tokens)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == min(tokens, LARGEST)
+    for decoding in range(1, min(seqs, tokens, 512) + 1):
+        assert Sizes(tuple(sizes)).fit(decoding) - decoding < (8 if decoding <= 248 else 16)
+    assert all(b - a - 1 <= max(15, b / 5) for a, b in pairwise(sizes))

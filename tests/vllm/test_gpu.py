@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -46,14 +47,25 @@ def largest_difference(actor: Any, samples: Any, params: Any) -> float:
     return worst
 
 
-@pytest.fixture(params=[128, 64])
+@pytest.fixture(params=[(128, None), (64, None), (128, 64), (64, 64)], ids=lambda p: f"{p[0]}-{p[1] or 'all'}")
 def pair(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
+    """By the width of heads, and the largest step that is captured; above it prompts attend to their own keys."""
+    width, captured = request.param
+    yield from engine(model_of(width), tmp_path, compilation_config={"max_cudagraph_capture_size": captured})
+
+
+@pytest.fixture(params=[128, 64])
+def short(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
+    """Steps are captured that are longer than any request."""
+    yield from engine(model_of(request.param), tmp_path, max_model_len=256, max_num_batched_tokens=2048)
+
+
+def engine(model: Any, folder: Any, **more: Any) -> Iterator[tuple[Any, Any]]:
     from precgraph.vllm import LLM
 
-    model = model_of(request.param)
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(folder)
     actor = precgraph.compile(model.cuda(), "train")
-    llm = LLM(str(tmp_path), actor=actor, **ENGINE)
+    llm = LLM(str(folder), actor=actor, **ENGINE | more)
     yield actor, llm
     llm.shutdown()
 
@@ -71,7 +83,7 @@ def test_every_token_equals_the_trainers(pair: tuple[Any, Any]) -> None:
         SamplingParams(40, 1.2, 0.8, 50),
     ]
     params = [kinds[i % 4] for i in range(len(prompts))]
-    assert llm.engine.llm_engine.vllm_config.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
+    assert llm.engine.llm_engine.vllm_config.compilation_config.cudagraph_mode.name == "FULL"
     first = llm.generate(prompts, params)
     second = llm.generate(prompts, params)
     assert largest_difference(actor, first, params) == 0.0
@@ -90,6 +102,18 @@ def test_every_token_equals_the_trainers(pair: tuple[Any, Any]) -> None:
     held = torch.cuda.memory_reserved()
     llm.shutdown()
     assert held - torch.cuda.memory_reserved() > 0.9 * ENGINE["kv_cache_memory_bytes"]
+
+
+def test_prompts_join_while_others_decode(short: tuple[Any, Any]) -> None:
+    """More requests than the engine runs at a time, of many lengths: a step holds prompts and decoding requests."""
+    actor, llm = short
+    rng = random.Random(2)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(rng.choice((3, 40, 129, 200)))] for _ in range(80)]
+    params = [SamplingParams(rng.randint(1, 50), rng.choice((0.7, 1.0)), seed=i) for i in range(len(prompts))]
+    first, second = (llm.generate(prompts, params) for _ in range(2))  # the second from cached prefixes
+    assert sum(s.cached_tokens for s in second) > 0
+    assert largest_difference(actor, first, params) == largest_difference(actor, second, params) == 0.0
+    assert [s.token_ids for s in first] == [s.token_ids for s in second]
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,16 @@ on numbers that vLLM chooses step by step; the builder fixes them for all steps,
 ``flash_attn_max_num_splits_for_cuda_graph`` holds for captured ones only):
 
 - ``max_num_splits = 1``: with several splits the order of a sum over keys depends on the batch.
-- ``max_query_len``: FA3 picks its tile of keys from it, for some head widths.
+- ``max_query_len``: FA3 picks its tiles from it, and for some head widths that of keys, which must not change.
 - a schedule made ahead, once for all layers, only where it is one of one split and of the lengths that are passed; no
   cascade, which sums a common prefix apart.
 
 Prompts of which nothing is in the cache yet (``fresh``) attend as the trainer does, to the step's own keys in one
 piece: over small pages FA3 fetches keys row by row.
 
-FA3 captures whole (``AttentionCGSupport.ALWAYS``): what a step reads is in buffers that keep their places.
+FA3 captures whole (``AttentionCGSupport.ALWAYS``): what a step reads is in buffers that keep their places. One graph of
+a size serves every step of at most so many tokens, whether its requests decode or bring prompts: its call over pages is
+of all of them, and has one bound.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ from precgraph.lowering import flash_attention
 from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import OwnAttention, Varlen
+
+SEVERAL = 2  # the least bound under which FA3 masks what follows a query: for one query there is nothing to mask
 
 
 def require_exact(spec: AttentionSpec) -> None:
@@ -89,20 +93,35 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        compilation = vllm_config.compilation_config
         self.max_num_splits = 1
         # What a schedule is made for: vLLM 0.26 takes it from the model's config, later ones from the layers.
         self.headdim, self.num_heads_kv = kv_cache_spec.head_size, kv_cache_spec.num_kv_heads
         self.query_bound = PAGED_QUERY_BOUND[self.headdim]
         self.aot_schedule &= self.query_bound == 1
+        self.captured = (compilation.cudagraph_mode and compilation.max_cudagraph_capture_size) or 0
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        paged, fresh = without_fresh(common_attn_metadata)
+        step = common_attn_metadata
+        if step.num_actual_tokens <= self.captured:
+            return self._build_captured(step)
+        paged, fresh = without_fresh(step)
         nothing_paged = fresh is not None and not fresh.start
         metadata = super().build(0, paged, fast_build or nothing_paged)  # fast: without a schedule
         if metadata.max_num_splits != 1:  # vLLM bounds the splits of captured sizes only, those of its schedule too
             metadata.max_num_splits, metadata.scheduler_metadata = 1, None
         metadata.max_query_len = max(metadata.max_query_len, self.query_bound)
         return OneSplitMetadata(**vars(metadata), fresh=fresh)
+
+    def _build_captured(self, step: CommonAttentionMetadata) -> Any:
+        """The step whole, under one bound: its graph serves any requests of so many tokens.
+
+        The schedule is made anew for each step, from the lengths on the device, and for the bound's tiles.
+        """
+        longest = self.vllm_config.model_config.max_model_len
+        if step.max_query_len > longest:  # no request: vLLM captures one as long as the step, whatever pages there are
+            step.seq_lens.clamp_(max=longest)
+        return OneSplitMetadata(**vars(super().build(0, replace(step, max_query_len=max(self.query_bound, SEVERAL)))))
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -111,8 +130,8 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
 def without_fresh(step: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, Fresh | None]:
     """The requests of a step up to the last one that has keys in the cache, and the fresh ones after it.
 
-    A step of one token a request stays whole, whatever it holds: its graph was captured so. Where all are fresh,
-    nothing reads the first part.
+    A step of one token a request stays whole: a fresh one has one key. Where all are fresh, nothing reads the first
+    part.
     """
     if step.max_query_len == 1:
         return step, None

@@ -19,6 +19,7 @@ from precgraph.errors import InputError, RecipeError, UnsupportedModelError
 from precgraph.recipe import Recipe
 from precgraph.runtime.vllm import RUNNER
 from precgraph.runtime.vllm.arguments import require_whole
+from precgraph.runtime.vllm.sizes import captured_sizes
 from precgraph.runtime.vllm.versions import require_version, v2_processor
 
 KEY = "precgraph"  # in hf_overrides or config.json: the recipe; in additional_config: options of this engine
@@ -65,7 +66,7 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         model.disable_cascade_attn = True  # which sums the keys of a common prefix apart
         model.logprobs_mode = "processed_logprobs"
         if device == "cuda":
-            _capture_decoding(vllm_config)
+            _capture_steps(vllm_config)
         os.environ[RUNNER] = str(int(v2))  # the engine's processes inherit it
         if getattr(vllm_config, "use_v2_model_runner", False) != v2:
             raise UnsupportedModelError(
@@ -146,14 +147,17 @@ def own_options(additional: Any) -> dict[str, Any]:
     return dict(own)
 
 
-def _capture_decoding(vllm_config: Any) -> None:
-    """The program's kernels as they are, in CUDA graphs for decoding; vLLM's compiler has nothing to compile."""
+def _capture_steps(vllm_config: Any) -> None:
+    """The program's kernels as they are, in CUDA graphs; vLLM's compiler has nothing to compile."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
-    compilation = vllm_config.compilation_config
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     compilation.mode = CompilationMode.NONE
-    if not vllm_config.model_config.enforce_eager:
-        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    if vllm_config.model_config.enforce_eager:
+        return
+    compilation.cudagraph_mode = CUDAGraphMode.FULL
+    if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
+        compilation.cudagraph_capture_sizes = captured_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 
 
 def _refuse(vllm_config: Any) -> None:

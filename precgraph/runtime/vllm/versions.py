@@ -47,7 +47,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.config", "ParallelConfig", has=("worker_cls", "data_parallel_index")),
     Symbol("vllm.config", "CacheConfig", has=("cache_dtype", "kv_offloading_size")),
     Symbol("vllm.config", "CompilationMode", has=("NONE",)),
-    Symbol("vllm.config", "CUDAGraphMode", has=("FULL_DECODE_ONLY",)),
+    Symbol("vllm.config", "CUDAGraphMode", has=("FULL", "NONE")),
     Symbol("vllm.triton_utils", "HAS_TRITON"),
     Symbol("vllm.logger", "init_logger", takes=("name",)),
     Symbol(

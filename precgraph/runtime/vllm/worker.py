@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tqdm import tqdm
+from vllm.config import CUDAGraphMode
 from vllm.logger import init_logger
 
 from precgraph.errors import DigestError, InputError, SyncError, UnsupportedModelError
@@ -71,7 +72,9 @@ class ExactWorker:
         model, scheduler = self._model(), self.vllm_config.scheduler_config
         for size in tqdm(sorted(sizes, reverse=True), desc="precgraph: compiling kernels, sizes of a step"):
             if size <= scheduler.max_num_batched_tokens:
-                hidden = self.model_runner._dummy_run(size, skip_eplb=True)[0]
+                hidden = self.model_runner._dummy_run(
+                    size, skip_eplb=True, cudagraph_runtime_mode=CUDAGraphMode.NONE
+                )[0]  # fmt: skip
             if size <= model.sizes.fit(scheduler.max_num_seqs):
                 logits = model.compute_logits(hidden[:1].expand(size, -1).contiguous())
         self._draws().warm_up(logits)

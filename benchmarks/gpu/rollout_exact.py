@@ -230,10 +230,13 @@ def stock(model: str, run: str, options: argparse.Namespace) -> None:
 
 
 def save(model: Any, options: argparse.Namespace) -> str:
+    """Its folder, which the other parts of a run find whole or not at all."""
     name = f"checkpoint-{options.part.split('-')[0]}-{model.config.num_hidden_layers}"
     folder = Path(tempfile.gettempdir(), "precgraph-benchmarks", name)
-    if not (folder / "config.json").exists():
-        model.save_pretrained(folder)
+    if not folder.exists():
+        begun = folder.with_name(f"{name}-{os.getpid()}")
+        model.save_pretrained(begun)
+        begun.rename(folder)
     return str(folder)
 
 

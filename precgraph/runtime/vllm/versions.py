@@ -47,7 +47,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.config", "ParallelConfig", has=("worker_cls", "data_parallel_index")),
     Symbol("vllm.config", "CacheConfig", has=("cache_dtype", "kv_offloading_size")),
     Symbol("vllm.config", "CompilationMode", has=("NONE",)),
-    Symbol("vllm.config", "CUDAGraphMode", has=("FULL", "NONE")),
+    Symbol("vllm.config", "CUDAGraphMode", has=("FULL", "FULL_DECODE_ONLY", "NONE")),
     Symbol("vllm.triton_utils", "HAS_TRITON"),
     Symbol("vllm.logger", "init_logger", takes=("name",)),
     Symbol(
@@ -95,6 +95,14 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend", has=("get_impl_cls", "get_builder_cls")),
     Symbol("vllm.forward_context", "get_forward_context"),
+    Symbol("vllm.forward_context", "BatchDescriptor", takes=("num_tokens", "num_reqs", "uniform")),
+    Symbol(
+        "vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher.initialize_cudagraph_keys", takes=("cudagraph_mode",)
+    ),
+    Symbol(
+        "vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher.add_cudagraph_key",
+        takes=("runtime_mode", "batch_descriptor"),
+    ),
     Symbol("vllm.v1.worker.gpu_worker", "Worker", has=("load_model", "sleep", "wake_up")),
     Symbol("vllm.v1.worker.cpu_worker", "CPUWorker", has=("load_model", "init_device")),
     Symbol("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", has=("load_model", "get_model")),

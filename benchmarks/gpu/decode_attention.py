@@ -2,7 +2,9 @@
 
 ``python -m benchmarks.gpu.decode_attention [--context 640] [--batch 64 256 512]``. Heads are Qwen3-8B's: 32, on 8 of
 keys, of width 128; one query a sequence, one split. Keys and values count once, and the share is of the card's copy
-bandwidth. ``equal`` says whether the bits are those of pages of 16 tokens under the bound that the engine sets.
+bandwidth. In the engine a bound of 1 is that of graphs of decoding steps alone: with it FA3 masks nothing, which is
+right for one query. Graphs that serve steps with prompts too have a bound of 2, under which it masks. ``equal`` says
+whether the bits are those of pages of 16 tokens under the largest bound here, the least that the trainer sets.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from precgraph.lowering.flash_attention import QUERY_BOUND
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 PAGES = (16, 64, 128, 256)  # the first is vLLM's own choice
-BOUNDS = (QUERY_BOUND, 1)
+BOUNDS = (QUERY_BOUND, 2, 1)
 
 
 def random(*shape: int, seed: int) -> Tensor:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
 from precgraph.runtime.vllm import config
 from precgraph.runtime.vllm.attention_gpu import OneSplitBackend, OneSplitMetadata
-from precgraph.runtime.vllm.worker import ExactWorker
 from precgraph.runtime.vllm.worker_gpu import ExactGPUWorker
 
 
@@ -24,7 +24,8 @@ class OwnScheduleWorker(ExactGPUWorker):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         OneSplitBackend.get_builder_cls = staticmethod(lambda: OwnScheduleBuilder)
-        ExactWorker.load_model(self, *args, **kwargs)
+        self.vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        super().load_model(*args, **kwargs)
 
 
 def use_own_schedule() -> None:

@@ -147,6 +147,8 @@ def start(engine: str, options: argparse.Namespace) -> Any:
             from benchmarks.common.splits import use_own_schedule
 
             use_own_schedule()
+            own = min(2 * limits["max_num_seqs"], 512)  # what vLLM captures
+            limits["compilation_config"] = {"max_cudagraph_capture_size": own}
         return LLM(folder, block_size=options.block_size, **limits).engine
     import vllm
 

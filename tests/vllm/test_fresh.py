@@ -117,7 +117,7 @@ def builder(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", passed_on)
     made = OneSplitBuilder.__new__(OneSplitBuilder)
-    made.captured, made.query_bound, made.decoding_apart = 200, 1, False
+    made.captured, made.query_bound = 200, 1
     made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=300))
     return made
 
@@ -140,49 +140,6 @@ def test_steps_of_a_captured_size_differ_in_nothing_that_a_graph_holds(
     assert made.scheduler_metadata and step.seq_lens.tolist() == [keys for _, keys in requests]
 
 
-@pytest.mark.parametrize(
-    ("requests", "width", "bound"),
-    [([(1, 70), (1, 9)], 1, 1), ([(1, 70), (2, 2)], 1, 2), ([(1, 70)], 128, 128), ([(9, 9)], 128, 128)],
-)
-def test_decoding_steps_with_graphs_of_their_own(
-    builder: Any, requests: list[tuple[int, int]], width: int, bound: int
-) -> None:
-    """With a bound of 1 FA3 masks nothing but a request's end, which is wrong for any other step."""
-    builder.decoding_apart, builder.query_bound = True, width
-    assert builder.build(0, step_of(requests)).max_query_len == bound
-
-
-@pytest.mark.parametrize(("tokens", "decoding", "wanted"), [
-    (5, False, (8, 4, False)), (8, False, (8, 4, False)), (3, False, (4, 4, False)),
-    (4, True, (4, 4, True)), (9, False, None),
-])  # fmt: skip
-def test_the_graph_of_a_step(tokens: int, decoding: bool, wanted: tuple[int, int, bool] | None) -> None:
-    """By vLLM's own dispatcher, for an engine of 4 requests that captures up to 8 tokens."""
-    from vllm.config import CUDAGraphMode
-    from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
-
-    from precgraph.runtime.vllm.worker_gpu import capture_prompts
-
-    compilation = SimpleNamespace(
-        cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY, cudagraph_capture_sizes=[1, 2, 4, 8],
-        max_cudagraph_capture_size=8, compile_sizes=None,
-    )  # fmt: skip
-    config = SimpleNamespace(
-        compilation_config=compilation, scheduler_config=SimpleNamespace(max_num_seqs=4), num_speculative_tokens=0,
-        lora_config=None, speculative_config=None,
-    )  # fmt: skip
-    dispatcher = CudagraphDispatcher(config)
-    capture_prompts(dispatcher)
-    dispatcher.initialize_cudagraph_keys(CUDAGraphMode.FULL_DECODE_ONLY)
-    mode, found = dispatcher.dispatch(tokens, decoding)
-    if wanted is None:
-        assert mode == CUDAGraphMode.NONE
-    else:
-        assert mode == CUDAGraphMode.FULL and (found.num_tokens, found.num_reqs, found.uniform) == wanted
-    kinds = {(d.num_tokens, d.uniform) for _, descriptors in dispatcher.get_capture_descs() for d in descriptors}
-    assert kinds == {(1, False), (2, False), (4, False), (8, False), (1, True), (2, True), (4, True)}
-
-
 @pytest.mark.parametrize(("captured", "fresh"), [(200, False), (100, True), (0, True)])
 def test_a_larger_step_is_split(builder: Any, captured: int, fresh: bool) -> None:
     builder.captured = captured
@@ -199,7 +156,7 @@ def test_no_capture_reads_pages_beyond_the_longest_request(builder: Any) -> None
     assert step.seq_lens.tolist() == [300, 300, 0]
 
 
-@pytest.mark.parametrize("seqs", [1, 3, 16, 64, 100, 256, 500, 1000, 3000])
+@pytest.mark.parametrize("seqs", [1, 3, 16, 64, 256, 1000])
 @pytest.mark.parametrize("tokens", [5, 100, 2048, 8192])
 def test_captured_sizes(seqs: int, tokens: int) -> None:
     """As many as vLLM has for decoding, 8 and then 16 apart; above them a fifth of a step is padding at most."""
@@ -207,8 +164,6 @@ def test_captured_sizes(seqs: int, tokens: int) -> None:
 
     sizes = captured_sizes(seqs, tokens)
     assert sizes == sorted(set(sizes)) and sizes[-1] == min(tokens, LARGEST)
-    for decoding in range(1, min(seqs, tokens, LARGEST) + 1):
-        size = Sizes(tuple(sizes)).fit(decoding)
-        assert size <= seqs, "vLLM captures no decoding step of more"
-        assert size - decoding < (8 if decoding <= 248 else 16 if decoding <= 512 else decoding / 4)
+    for decoding in range(1, min(seqs, tokens, 512) + 1):
+        assert Sizes(tuple(sizes)).fit(decoding) - decoding < (8 if decoding <= 248 else 16)
     assert all(b - a - 1 <= max(15, b / 5) for a, b in pairwise(sizes))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import precgraph
 from precgraph.errors import UnsupportedModelError
 from precgraph.runtime.sampling import SamplingParams
-from precgraph.runtime.vllm import RUNNER
 
 pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
 VOCABULARY = 4001
@@ -85,8 +83,7 @@ def test_every_token_equals_the_trainers(pair: tuple[Any, Any]) -> None:
         SamplingParams(40, 1.2, 0.8, 50),
     ]
     params = [kinds[i % 4] for i in range(len(prompts))]
-    mode = llm.engine.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
-    assert mode == ("FULL" if os.environ[RUNNER] == "1" else "FULL_DECODE_ONLY")
+    assert llm.engine.llm_engine.vllm_config.compilation_config.cudagraph_mode.name == "FULL"
     first = llm.generate(prompts, params)
     second = llm.generate(prompts, params)
     assert largest_difference(actor, first, params) == 0.0

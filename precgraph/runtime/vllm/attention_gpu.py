@@ -14,8 +14,8 @@ Prompts of which nothing is in the cache yet (``fresh``) attend as the trainer d
 piece: over small pages FA3 fetches keys row by row.
 
 FA3 captures whole (``AttentionCGSupport.ALWAYS``): what a step reads is in buffers that keep their places. One graph of
-a size serves every step of at most so many tokens, for its call over pages is of all requests and has one bound. Steps
-that only decode have graphs of their own on V1 (:mod:`precgraph.runtime.vllm.worker_gpu`), whose bound may be lower.
+a size serves every step of at most so many tokens, whether its requests decode or bring prompts: its call over pages is
+of all of them, and has one bound.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 from vllm.v1.attention.backends.flash_attn import (
@@ -43,7 +42,7 @@ from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import OwnAttention, Varlen
 
-SEVERAL = 2  # the least bound under which FA3 masks what follows a query: for one query there is nothing to mask
+SEVERAL = 2  # the least bound under which FA3 has the causal mask for all head widths: one query has nothing to mask
 
 
 def require_exact(spec: AttentionSpec) -> None:
@@ -101,7 +100,6 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         self.query_bound = PAGED_QUERY_BOUND[self.headdim]
         self.aot_schedule &= self.query_bound == 1
         self.captured = (compilation.cudagraph_mode and compilation.max_cudagraph_capture_size) or 0
-        self.decoding_apart = compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         step = common_attn_metadata
@@ -116,15 +114,14 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         return OneSplitMetadata(**vars(metadata), fresh=fresh)
 
     def _build_captured(self, step: CommonAttentionMetadata) -> Any:
-        """The step whole, under the bound of its graph, which serves any requests of so many tokens.
+        """The step whole, under one bound: its graph serves any requests of so many tokens.
 
         The schedule is made anew for each step, from the lengths on the device, and for the bound's tiles.
         """
         longest = self.vllm_config.model_config.max_model_len
         if step.max_query_len > longest:  # no request: vLLM captures one as long as the step, whatever pages there are
             step.seq_lens.clamp_(max=longest)
-        least = 1 if self.decoding_apart and step.max_query_len == 1 else SEVERAL
-        return OneSplitMetadata(**vars(super().build(0, replace(step, max_query_len=max(self.query_bound, least)))))
+        return OneSplitMetadata(**vars(super().build(0, replace(step, max_query_len=max(self.query_bound, SEVERAL)))))
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False

@@ -66,7 +66,7 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         model.disable_cascade_attn = True  # which sums the keys of a common prefix apart
         model.logprobs_mode = "processed_logprobs"
         if device == "cuda":
-            _capture_steps(vllm_config, v2)
+            _capture_steps(vllm_config)
         os.environ[RUNNER] = str(int(v2))  # the engine's processes inherit it
         if getattr(vllm_config, "use_v2_model_runner", False) != v2:
             raise UnsupportedModelError(
@@ -147,18 +147,15 @@ def own_options(additional: Any) -> dict[str, Any]:
     return dict(own)
 
 
-def _capture_steps(vllm_config: Any, v2: bool) -> None:
-    """The program's kernels as they are, in CUDA graphs; vLLM's compiler has nothing to compile.
-
-    On V1 the worker adds those of steps with prompts to those of decoding; V2 has one kind for both.
-    """
+def _capture_steps(vllm_config: Any) -> None:
+    """The program's kernels as they are, in CUDA graphs; vLLM's compiler has nothing to compile."""
     from vllm.config import CompilationMode, CUDAGraphMode
 
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
     compilation.mode = CompilationMode.NONE
     if vllm_config.model_config.enforce_eager:
         return
-    compilation.cudagraph_mode = CUDAGraphMode.FULL if v2 else CUDAGraphMode.FULL_DECODE_ONLY
+    compilation.cudagraph_mode = CUDAGraphMode.FULL
     if compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
         compilation.cudagraph_capture_sizes = captured_sizes(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
 

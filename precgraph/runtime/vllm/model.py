@@ -79,8 +79,13 @@ class PrecGraphForCausalLM(nn.Module):
         return self.compiled.run_body(ids, places, self.context)[0, : input_ids.shape[0]]
 
     def compute_logits(self, hidden_states: Tensor, *args: Any) -> Tensor:
-        """``[N, C]`` to fp32 logits ``[N, V]``. Of a captured step it is what still runs in Python."""
-        self.compiled.store.require_fresh()
+        """``[N, C]`` to fp32 logits ``[N, V]``.
+
+        Of a captured step this still runs in Python, and refuses weights that are not complete; a trainer's store is
+        asked once for all, by :meth:`precgraph.vllm.LLM.generate`.
+        """
+        if isinstance(self.compiled.store, RolloutStore):
+            self.compiled.store.require_fresh()
         return self.compiled.logits(self.sizes.padded(hidden_states)[None])[: hidden_states.shape[0]]
 
     @staticmethod

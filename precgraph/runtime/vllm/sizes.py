@@ -39,13 +39,12 @@ class Sizes:
 def captured_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> list[int]:
     """The sizes at which steps are captured, in rising order: vLLM's own for decoding, and above them four an octave.
 
-    vLLM has none above 512, for its compiled prefill needs few launches; a prompt that joins makes larger steps. For
-    decoding it captures none above ``max_num_seqs``, which so is one itself: with all seats taken a step is as large.
+    vLLM has none above 512, for its compiled prefill needs few launches; a prompt that joins makes larger steps.
     """
     decoding, largest = min(2 * max_num_seqs, 512), min(LARGEST, max_num_batched_tokens)
     sizes = {s for s in (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)) if s <= decoding}
     sizes |= {n << octave for octave in range(2, 9) for n in (4, 5, 6, 7) if n << octave > decoding}
-    return sorted(s for s in {*sizes, max_num_seqs, largest} if s <= largest)
+    return sorted(s for s in {*sizes, largest} if s <= largest)
 
 
 def sizes_of(vllm_config: Any) -> Sizes:

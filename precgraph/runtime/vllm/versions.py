@@ -41,13 +41,17 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol(
         "vllm.config", "VllmConfig",
         has=("model_config", "cache_config", "parallel_config", "load_config", "additional_config", "device_config",
-             "speculative_config", "lora_config", "compilation_config", "kv_transfer_config",
+             "speculative_config", "lora_config", "compilation_config", "scheduler_config", "kv_transfer_config",
              "weight_transfer_config"),
     ),
     Symbol("vllm.config", "ParallelConfig", has=("worker_cls", "data_parallel_index")),
     Symbol("vllm.config", "CacheConfig", has=("cache_dtype", "kv_offloading_size")),
     Symbol("vllm.config", "CompilationMode", has=("NONE",)),
-    Symbol("vllm.config", "CUDAGraphMode", has=("FULL", "FULL_DECODE_ONLY", "NONE")),
+    Symbol(
+        "vllm.config", "CompilationConfig",
+        has=("mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    ),
+    Symbol("vllm.config", "CUDAGraphMode", has=("FULL", "NONE")),
     Symbol("vllm.triton_utils", "HAS_TRITON"),
     Symbol("vllm.logger", "init_logger", takes=("name",)),
     Symbol(
@@ -95,17 +99,13 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend", has=("get_impl_cls", "get_builder_cls")),
     Symbol("vllm.forward_context", "get_forward_context"),
-    Symbol("vllm.forward_context", "BatchDescriptor", takes=("num_tokens", "num_reqs", "uniform")),
-    Symbol(
-        "vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher.initialize_cudagraph_keys", takes=("cudagraph_mode",)
-    ),
-    Symbol(
-        "vllm.v1.cudagraph_dispatcher", "CudagraphDispatcher.add_cudagraph_key",
-        takes=("runtime_mode", "batch_descriptor"),
-    ),
     Symbol("vllm.v1.worker.gpu_worker", "Worker", has=("load_model", "sleep", "wake_up")),
     Symbol("vllm.v1.worker.cpu_worker", "CPUWorker", has=("load_model", "init_device")),
     Symbol("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", has=("load_model", "get_model")),
+    Symbol(
+        "vllm.v1.worker.gpu_model_runner", "GPUModelRunner._dummy_run",
+        takes=("num_tokens", "cudagraph_runtime_mode", "skip_eplb"),
+    ),
     Symbol("vllm.v1.worker.gpu_input_batch", "InputBatch", takes=("logitsprocs_need_output_token_ids",)),
     Symbol("vllm.v1.sample.sampler", "Sampler.forward", takes=("logits", "sampling_metadata")),
     Symbol(

@@ -1,4 +1,4 @@
-"""What the trace asks about nodes of an exported program: module, derivative, and writes."""
+"""What the trace asks about an exported program's nodes (module, derivative, writes), and of an export that failed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from precgraph.errors import TraceError, UnsupportedModelError
@@ -139,3 +139,27 @@ def module_path(node: fx.Node) -> str:
     deepest = stack[-1] if stack else ""
     path = "" if deepest.startswith("_empty") else deepest.removeprefix(WRAPPER).removeprefix(".")
     return re.sub(r"@\d+", "", path)
+
+
+def explain(model: nn.Module, error: Exception) -> str:
+    """Why torch.export could not follow ``model``, in one line."""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "Constraints violated" in first:  # of torch's text, which advises environment variables of its own
+        first = "what it does depends on how many tokens there are (torch.export: constraints violated)"
+    return (
+        f"module {where(model, error)!r} cannot be traced: {first}. Control flow that depends on values of tensors "
+        "cannot be part of a program; rewrite it with tensor operations"
+    )
+
+
+def where(model: nn.Module, error: Exception) -> str:
+    """Path of the innermost module of ``model`` that an error was raised in."""
+    frames = []
+    at = error.__traceback__
+    while at is not None:
+        owner = at.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            frames.append(owner)
+        at = at.tb_next
+    paths = {id(m): name for name, m in model.named_modules()}
+    return next((paths[id(m)] for m in reversed(frames) if paths.get(id(m))), type(model).__name__)

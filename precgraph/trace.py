@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import operator
 import re
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 import torch
@@ -26,14 +28,17 @@ from precgraph.exported import (
     DEFINED,
     WRAPPER,
     Differentiable,
+    explain,
     fake,
     module_path,
     pure_twin,
     require_pure,
+    where,
     written_slice,
 )
 from precgraph.format import Format
 from precgraph.graph import Parameter, Precision, PrecisionGraph, TensorSpec, annotate, precision, with_rules
+from precgraph.mixers import require_attention
 from precgraph.skeleton import allocated
 
 _DROPPED = ("aten._assert_tensor_metadata.default", "aten._assert_scalar.default", "aten.alias.default")
@@ -106,13 +111,16 @@ def _export(
         wrapper = _Module(model)
         shapes = (tuple({a.dim() - 2: tokens} for a in args),)
     try:
-        return torch.export.export(wrapper, args, dynamic_shapes=shapes, strict=False)
+        with redirect_stderr(StringIO()) as said:  # where it fails, torch prints what there is of the graph
+            program = torch.export.export(wrapper, args, dynamic_shapes=shapes, strict=False)
+        sys.stderr.write(said.getvalue())
+        return program
     except UnsupportedModelError as error:  # of attention or experts, which say what is not served
         raise UnsupportedModelError(
-            error.message, path=error.path or _where(model, error), remedy=error.remedy
+            error.message, path=error.path or where(model, error), remedy=error.remedy
         ) from error
     except Exception as error:
-        raise TraceError(_explain(model, error)) from error
+        raise TraceError(explain(model, error)) from error
 
 
 def _check_examples(model: nn.Module, example_inputs: Sequence[Tensor] | None) -> tuple[Tensor, ...]:
@@ -124,27 +132,6 @@ def _check_examples(model: nn.Module, example_inputs: Sequence[Tensor] | None) -
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
             raise InputError(f"example_inputs[{i}] must be a tensor [..., tokens, features] with at least 2 tokens")
     return tuple(example_inputs)
-
-
-def _explain(model: nn.Module, error: Exception) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return (
-        f"module {_where(model, error)!r} cannot be traced: {first}. Control flow that depends on values of tensors "
-        "cannot be part of a program; rewrite it with tensor operations"
-    )
-
-
-def _where(model: nn.Module, error: Exception) -> str:
-    """Path of the innermost module of ``model`` that an error was raised in."""
-    frames = []
-    at = error.__traceback__
-    while at is not None:
-        owner = at.tb_frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            frames.append(owner)
-        at = at.tb_next
-    paths = {id(m): name for name, m in model.named_modules()}
-    return next((paths[id(m)] for m in reversed(frames) if paths.get(id(m))), type(model).__name__)
 
 
 @contextmanager
@@ -187,6 +174,8 @@ def require_supported(model: nn.Module) -> None:
             f"{type(model).__name__} has no language model head; of Hugging Face's models, causal ones have programs",
             remedy="pass the ...ForCausalLM of its family",
         )
+    if isinstance(model, PreTrainedModel):
+        require_attention(model)
     for path, module in model.named_modules():
         name = type(module).__name__
         if isinstance(module, nn.Dropout) and module.p > 0:

@@ -479,6 +479,13 @@ def test_a_model_that_cannot_be_traced_names_the_module() -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_hybrid_is_refused_by_its_recurrence(tmp_path: Path) -> None:
+    data = {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    for command in ("check", "digest", "show"):
+        assert_error(run(command, tmp_path), "model.layers.0.linear_attn: Qwen3NextGatedDeltaNet is a recurrence over")
+
+
 # -------------------------------------------------------------------------------------------- show
 
 

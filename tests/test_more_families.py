@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import precgraph
@@ -284,6 +285,61 @@ def test_gpt_oss_is_refused_by_what_it_lacks() -> None:
     x, index = torch.zeros(3, 64), torch.zeros(3, 2, dtype=torch.long)
     with pytest.raises(UnsupportedModelError, match="GptOssExperts: experts with biases, transposed"):
         ALL_EXPERTS_FUNCTIONS[EXPERTS_OF_OURS](layer, x, index, torch.zeros(3, 2))
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "pad_token_id": 0,
+}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 1}
+_SECOND = {"layer_types": ["full_attention", "linear_attention"]}
+# What a family needs besides, and the module and the words that its error names.
+OTHER_MIXERS: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3_next": (_SECOND, "model.layers.1.linear_attn: Qwen3NextGatedDeltaNet is a recurrence"),
+    "mamba2": ({"num_heads": 8, "n_groups": 1}, "backbone.layers.0.mixer: Mamba2Mixer is a recurrence"),
+    "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_dt_rank": 4},
+              "model.layers.1.mamba: JambaMambaMixer is a recurrence"),
+    "bamba": ({**_MAMBA, "attn_layer_indices": [0]}, "model.layers.1.mamba: BambaMixer is a recurrence"),
+    "falcon_h1": ({**_MAMBA, "mamba_d_ssm": 128},
+                  "model.layers.0.mamba: FalconH1Mixer is a recurrence over tokens beside attention"),
+    "zamba2": ({"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "num_mem_blocks": 1},
+               "model.layers.0.mamba: Zamba2MambaMixer is a recurrence"),
+    "granitemoehybrid": ({**_MAMBA, "layer_types": ["attention", "mamba"]},
+                         "model.layers.1.mamba: GraniteMoeHybridMambaLayer is a recurrence"),
+    "minimax": (_SECOND, "model.layers.1.self_attn: MiniMaxLightningAttention is a recurrence"),
+    "lfm2": ({"layer_types": ["full_attention", "conv"]}, "model.layers.1.conv: Lfm2ShortConv is a convolution"),
+    "recurrent_gemma": ({}, "model.layers.0.temporal_block: RecurrentGemmaRecurrentBlock is a recurrence"),
+    "deepseek_v32": ({"num_key_value_heads": 4},
+                     "model.layers.0.self_attn: DeepseekV32Attention is attention to keys that an indexer picks"),
+    "rwkv": ({}, "RwkvForCausalLM has a state beside keys and values"),
+}  # fmt: skip
+
+
+def tiny(kind: str, **changes: Any) -> Any:
+    """A two-layer model of any type of transformers, without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**_SMALL, **changes}), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", OTHER_MIXERS)
+def test_where_tokens_meet_otherwise_than_in_attention(kind: str) -> None:
+    """Recurrences, convolutions, indexed keys: refused before anything is traced, by the first module that does so."""
+    own, message = OTHER_MIXERS[kind]
+    with pytest.raises(UnsupportedModelError, match=f"^{re.escape(message)}.*; models are served whose") as error:
+        precgraph.check(tiny(kind, **own))
+    assert "\n" not in str(error.value)
+
+
+def test_a_trace_that_fails_is_one_line_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """torch prints the graph of an export that meets a data-dependent branch, and advises variables of its own."""
+    with pytest.raises(precgraph.TraceError, match=r"module 'model.layers.0.mlp.experts' cannot be traced") as error:
+        precgraph.check(tiny("longcat_flash", num_layers=1, qk_rope_head_dim=16))
+    assert "\n" not in str(error.value)
+    with pytest.raises(precgraph.TraceError, match="depends on how many tokens there are") as error:
+        precgraph.check(tiny("doge"))
+    assert "TORCH_LOGS" not in str(error.value)
+    assert capfd.readouterr().err == ""
 
 
 class Normalised(nn.Module):

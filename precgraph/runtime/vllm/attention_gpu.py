@@ -102,10 +102,8 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         self.captured = (compilation.cudagraph_mode and compilation.max_cudagraph_capture_size) or 0
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        step = common_attn_metadata
-        if step.num_actual_tokens <= self.captured:
-            return self._build_captured(step)
-        paged, fresh = without_fresh(step)
+        captured = common_attn_metadata.num_actual_tokens <= self.captured
+        paged, fresh = (self._whole if captured else without_fresh)(common_attn_metadata)
         nothing_paged = fresh is not None and not fresh.start
         metadata = super().build(0, paged, fast_build or nothing_paged)  # fast: without a schedule
         if metadata.max_num_splits != 1:  # vLLM bounds the splits of captured sizes only, those of its schedule too
@@ -113,15 +111,15 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         metadata.max_query_len = max(metadata.max_query_len, self.query_bound)
         return OneSplitMetadata(**vars(metadata), fresh=fresh)
 
-    def _build_captured(self, step: CommonAttentionMetadata) -> Any:
-        """The step whole, under one bound: its graph serves any requests of so many tokens.
+    def _whole(self, step: CommonAttentionMetadata) -> tuple[CommonAttentionMetadata, None]:
+        """A step that is captured: its graph serves any requests of so many tokens, under one bound.
 
         The schedule is made anew for each step, from the lengths on the device, and for the bound's tiles.
         """
         longest = self.vllm_config.model_config.max_model_len
         if step.max_query_len > longest:  # no request: vLLM captures one as long as the step, whatever pages there are
             step.seq_lens.clamp_(max=longest)
-        return OneSplitMetadata(**vars(super().build(0, replace(step, max_query_len=max(self.query_bound, SEVERAL)))))
+        return replace(step, max_query_len=max(self.query_bound, SEVERAL)), None
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         return False

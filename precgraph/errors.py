@@ -69,3 +69,7 @@ class SyncError(PrecGraphError):
 
 class DigestError(PrecGraphError):
     """A rollout runs another program than the trainer: other semantics, numerics, kernels or versions."""
+
+
+class RoundingWarning(UserWarning):
+    """A checkpoint's config names another dtype than bfloat16, and what is loaded is its weights rounded to that."""

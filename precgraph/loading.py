@@ -12,6 +12,7 @@ import logging
 import re
 import socket
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
-from precgraph.errors import InputError, UnsupportedModelError
+from precgraph.errors import InputError, RoundingWarning, UnsupportedModelError
 from precgraph.skeleton import skeleton
 from precgraph.stored import StoredWeights, quantization_table
 from precgraph.tables import read_table
@@ -59,8 +60,9 @@ class Source:
 def load_config_model(model: str | Path | Source) -> PreTrainedModel:
     """The causal language model that MODEL describes, bf16, its parameters on the meta device: no weights are read.
 
-    A ``quantization_config`` is ignored, since the recipe says what is quantised. Raises InputError (missing path,
-    malformed config, missing extra) or UnsupportedModelError (unknown model type, remote code, not a causal LM).
+    A ``quantization_config`` is ignored, since the recipe says what is quantised; of another dtype than bfloat16 a
+    RoundingWarning says so. Raises InputError (missing path, malformed config, missing extra) or UnsupportedModelError
+    (unknown model type, remote code, not a causal LM).
     """
     source = find(model)
     config = _gguf_config(source) if source.gguf else _json_config(source)
@@ -70,7 +72,7 @@ def load_config_model(model: str | Path | Source) -> PreTrainedModel:
 def load_model(model: str | Path | Source) -> PreTrainedModel:
     """The causal language model with its weights, bf16 on the CPU, in eval mode.
 
-    A GGUF's weights are dequantised to bf16 and the result saves like any other model. Raises as
+    A GGUF's weights are dequantised to bf16 and the result saves like any other model. Warns and raises as
     :func:`load_config_model` does, and UnsupportedModelError for weights that are stored quantised or pickled.
     """
     source = find(model)
@@ -243,7 +245,20 @@ def _json_config(source: Source) -> Any:
     quantization_table(data, str(source.config))
     config = _building(source, lambda: CONFIG_MAPPING[kind].from_dict(dict(data)))
     _require_shapes(source, config)
+    _warn_of_rounding(source, data.get("dtype") or data.get("torch_dtype"))
     return config
+
+
+def _warn_of_rounding(source: Source, dtype: Any) -> None:
+    """RoundingWarning for a config of another dtype than bfloat16, which engines may run in that."""
+    if isinstance(dtype, str) and dtype != "bfloat16":
+        warnings.warn(
+            f"{source.config}: the config says {dtype}, and masters are bfloat16: this is the model as "
+            "from_pretrained(..., dtype=torch.bfloat16) rounds it; run an engine with --dtype bfloat16, on a "
+            "checkpoint saved so",
+            RoundingWarning,
+            stacklevel=4,
+        )
 
 
 def _unknown_type(source: Source, kind: Any, remote_code: bool) -> UnsupportedModelError | InputError:

@@ -486,6 +486,25 @@ def test_a_hybrid_is_refused_by_its_recurrence(tmp_path: Path) -> None:
         assert_error(run(command, tmp_path), "model.layers.0.linear_attn: Qwen3NextGatedDeltaNet is a recurrence over")
 
 
+def test_a_config_of_float16_is_taken_as_bfloat16_and_said_once(tmp_path: Path) -> None:
+    """Of every command that reads it, on stderr; the digest is that of the program, which is bfloat16's."""
+    folders = {}
+    for name in ("check", "digest", "show", "bfloat16"):  # one each: models are traced once in this file
+        folders[name] = tmp_path / name
+        folders[name].mkdir()
+        dtype = "bfloat16" if name == "bfloat16" else "float16"
+        (folders[name] / "config.json").write_text(json.dumps({**config_json("llama"), "dtype": dtype}))
+    results = {name: run(name, folders[name]) for name in ("check", "digest", "show")}
+    for name, result in results.items():
+        assert result.exit_code == 0
+        (line,) = result.stderr.splitlines()
+        assert line.startswith(f"note: {folders[name]}/config.json: the config says float16, and masters are bfloat16")
+    plain = run("digest", folders["bfloat16"])
+    assert plain.stdout == results["digest"].stdout and plain.stderr == ""
+    weights = run("check", folders["check"], "--level", "numerics", "--train", "bf16")  # and an error after the note
+    assert weights.exit_code == 2 and [x.partition(":")[0] for x in weights.stderr.splitlines()] == ["note", "error"]
+
+
 # -------------------------------------------------------------------------------------------- show
 
 

@@ -12,9 +12,11 @@ import pytest
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from precgraph.errors import InputError, PrecGraphError, UnsupportedModelError
+import precgraph
+from precgraph.errors import InputError, PrecGraphError, RoundingWarning, UnsupportedModelError
 from precgraph.loading import find, load_config_model, load_model
 from tests.families import CAUSAL_LMS, causal_lm, config
 
@@ -75,6 +77,33 @@ def test_remote_code_of_a_type_that_transformers_has_is_ignored(tmp_path: Path) 
     write(tmp_path, {**LLAMA, "auto_map": {"AutoModelForCausalLM": "evil.Model"}})
     write(tmp_path, "raise SystemExit('executed')", "evil.py")
     assert type(load_config_model(tmp_path)).__name__ == "LlamaForCausalLM"
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_another_dtype_than_bfloat16_is_rounded_and_said(key: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """compile takes no such model from memory; a checkpoint of one is loaded as the remedy there has it."""
+    model = causal_lm("llama")
+    model.save_pretrained(tmp_path)
+    stored = {n: (3 * w + 1).to(dtype) for n, w in load_file(tmp_path / "model.safetensors").items()}
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    name = str(dtype).removeprefix("torch.")
+    data = {k: v for k, v in json.loads((tmp_path / "config.json").read_text()).items() if k != "dtype"}
+    write(tmp_path, {**data, key: name})
+    for load in (load_config_model, load_model):
+        with pytest.warns(RoundingWarning, match=f"config.json: the config says {name}, .*--dtype bfloat16") as said:
+            rounded = load(tmp_path)
+        assert len(said) == 1
+    assert all(torch.equal(rounded.get_parameter(n), w.bfloat16()) for n, w in stored.items())
+    with pytest.raises(UnsupportedModelError, match=f"the parameter is {name}; master weights are bfloat16; load with"):
+        precgraph.compile(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", None])
+def test_nothing_is_said_of_bfloat16(dtype: str | None, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    write(tmp_path, {**LLAMA, "dtype": dtype})
+    load_config_model(tmp_path)
+    assert not [w for w in recwarn if issubclass(w.category, RoundingWarning)]
 
 
 # ----------------------------------------------------------------------------------------- refused

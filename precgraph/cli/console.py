@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 import typer
 from typer.core import TyperGroup
 
-from precgraph.errors import InputError, PrecGraphError
+from precgraph.errors import InputError, PrecGraphError, RoundingWarning
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,8 @@ class Group(TyperGroup):
 def guarded(command: Callable[P, None]) -> Callable[P, None]:
     """Errors become one red line on stderr and exit code 2; with ``--debug`` the traceback comes first.
 
-    Libraries' warnings and log messages are kept off the screen (never their errors) unless ``--debug`` is given.
+    Libraries' warnings and log messages are kept off the screen (never their errors) unless ``--debug`` is given; a
+    RoundingWarning is a line on stderr.
     """
 
     @wraps(command)
@@ -109,12 +110,28 @@ def _quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             if not settings.debug:
                 warnings.simplefilter("ignore")
+            warnings.simplefilter("always", RoundingWarning)
+            warnings.showwarning = _noting(warnings.showwarning)
             yield
     finally:
         if wanted is None:
             os.environ.pop(_VERBOSITY, None)
         for name, level in before.items():
             logging.getLogger(name).setLevel(level)
+
+
+def _noting(show: Callable[..., None]) -> Callable[..., None]:
+    """``warnings.showwarning`` with precgraph's own warnings as one line each, once in a command."""
+    said = set()
+
+    def shown(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if not issubclass(category, RoundingWarning):
+            show(message, category, *where, **more)
+        elif (line := " ".join(str(message).split())) not in said:
+            said.add(line)
+            typer.echo(f"note: {line}", err=True)
+
+    return shown
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def test_wrong_recipes(overrides: dict[str, Any], message: str, checkpoint: Call
     [
         ({"tensor_parallel_size": 2}, "on each device, .* or vllm serve --data-parallel-size 2$"),
         ({"pipeline_parallel_size": 2}, "vllm serve --data-parallel-size 2$"),
-        ({"dtype": "float16"}, "model dtype torch.float16"),
+        ({"dtype": "float16"}, "model dtype float16, and the program's is bfloat16; pass --dtype bfloat16"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
         ({"worker_cls": "somebody.elses.Worker"}, "would replace the plugin's worker"),
         ({"logits_processors": ["somebody:Processor"]}, "custom logits processors"),

@@ -169,8 +169,13 @@ def _refuse(vllm_config: Any) -> None:
             f"the config of this checkpoint says {model.quantization!r}, and vLLM would look for layers of its own",
             remedy='add "quantization_config": null to --hf-overrides; the plugin reads the codes and scales itself',
         )
+    if str(model.dtype) != "torch.bfloat16":
+        raise UnsupportedModelError(
+            f"model dtype {str(model.dtype).removeprefix('torch.')}, and the program's is bfloat16",
+            remedy="pass --dtype bfloat16; without it vLLM takes that of the checkpoint's config, which must hold "
+            "bfloat16 weights",
+        )
     refused = {
-        f"model dtype {model.dtype}": str(model.dtype) != "torch.bfloat16",
         f"kv_cache_dtype {cache.cache_dtype!r}": cache.cache_dtype not in ("auto", "bfloat16"),
         f"quantization {model.quantization!r}": bool(model.quantization),
         "speculative decoding": vllm_config.speculative_config is not None,

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import cached_file
 
 from precgraph.errors import InputError, RoundingWarning, UnsupportedModelError
+from precgraph.gguf_files import parsed_once
 from precgraph.skeleton import skeleton
 from precgraph.stored import StoredWeights, quantization_table
 from precgraph.tables import read_table
@@ -361,7 +362,8 @@ def _gguf_config(source: Source) -> Any:
 
 def _load_gguf(source: Source, folder: str) -> PreTrainedModel:
     _require_gguf(source)
-    model = _from_pretrained(source, folder, gguf_file=source.config.name)
+    with parsed_once():
+        model = _from_pretrained(source, folder, gguf_file=source.config.name)
     # The weights are plain bf16 now; without these two lines transformers refuses to save them.
     model.hf_quantizer = None  # type: ignore[assignment]
     model.config.__dict__.pop("quantization_config", None)

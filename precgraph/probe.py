@@ -13,6 +13,7 @@ from torch import Tensor
 from precgraph.capture import Capture, CaptureWriter
 from precgraph.checking import lowered, require_same_program
 from precgraph.errors import CheckError, InputError, UnsupportedModelError
+from precgraph.gguf_files import parsed_once
 from precgraph.graph import PrecisionGraph
 from precgraph.loading import find, load_config_model, load_model
 from precgraph.lowering.program import Observe, PackKey, Program, build_program
@@ -69,12 +70,13 @@ def load_pair(model: str, train: str, infer: str, backend: str, env: Mapping[str
     """
     named = parse(train), parse(infer or train)  # a name that is none costs no reading of weights
     source = find(model)
-    if served := dict.fromkeys(side.checkpoint for side in named if side.checkpoint):
-        described = load_config_model(source)  # on the meta device: another program is told before weights are read
-        for checkpoint in served:
-            require_same_program(model, described, None, checkpoint)
-    step(f"reading the weights of {model}")
-    loaded: Any = load_model(source)
+    with parsed_once():
+        if served := dict.fromkeys(side.checkpoint for side in named if side.checkpoint):
+            described = load_config_model(source)  # on the meta device: another program is told before weights are read
+            for checkpoint in served:
+                require_same_program(model, described, None, checkpoint)
+        step(f"reading the weights of {model}")
+        loaded: Any = load_model(source)
     device = torch.device("cuda" if torch.cuda.is_available() and backend != "reference" else "cpu")
     loaded = loaded.to(device)
     step(f"tracing {type(loaded).__name__}")

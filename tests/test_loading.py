@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 import precgraph
 from precgraph.errors import InputError, PrecGraphError, RoundingWarning, UnsupportedModelError
+from precgraph.gguf_files import parsed_once
 from precgraph.loading import find, load_config_model, load_model
 from tests.families import CAUSAL_LMS, causal_lm, config
 
@@ -298,6 +299,32 @@ def test_a_gguf_that_is_cut_off(left: float, tmp_path: Path) -> None:
     for load in (load_model, load_config_model):
         with pytest.raises(InputError, match="tiny.gguf: is not a whole GGUF file: .*; copy it again"):
             load(path)
+
+
+def test_a_gguf_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its config and its tensors, and for both ways to load it inside one block; and nothing of it stays."""
+    path = tmp_path / "tiny.gguf"
+    small_gguf(path)
+    import gguf
+
+    opened: list[Path] = []
+
+    class Counted(gguf.GGUFReader):  # type: ignore[misc]
+        def __init__(self, path: Any) -> None:
+            opened.append(Path(path))
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    load_model(path)
+    assert opened == [path] and gguf.GGUFReader is Counted
+    with parsed_once():
+        load_config_model(path)
+        load_model(path)
+    assert opened == [path] * 2 and gguf.GGUFReader is Counted
+    path.write_bytes(path.read_bytes()[:999])
+    with pytest.raises(InputError, match="not a whole GGUF file"):
+        load_model(path)
+    assert gguf.GGUFReader is Counted
 
 
 def test_links_that_lead_nowhere(tmp_path: Path) -> None:

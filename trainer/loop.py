@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 
 from precgraph.checkpoint import whole
+from precgraph.gguf_files import parsed_once
 from trainer import changes, checkpoint, loss
 from trainer.alarms import Alarms
 from trainer.config import Config
@@ -67,11 +68,12 @@ class Trainer:
         checkpoint.seed(config.run.seed)
         self.task = task or training(config, self._held_out)
         limit_memory(self.device, config.model.memory)
-        self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
-        described = load_description(config.model) if model is None else model.config
-        context = getattr(described, "max_position_embeddings", None)
-        draw(config, self.task, self.tokenizer, Stream(len(self.task.items), config.run.seed), context)
-        model = model if model is not None else load_policy(config.model)
+        with parsed_once():
+            self.tokenizer = tokenizer if tokenizer is not None else load_tokenizer(config.model)
+            described = load_description(config.model) if model is None else model.config
+            context = getattr(described, "max_position_embeddings", None)
+            draw(config, self.task, self.tokenizer, Stream(len(self.task.items), config.run.seed), context)
+            model = model if model is not None else load_policy(config.model)
         self.pair = build_pair(model.to(self.device), config)
         self.actor = self.pair.actor
         if config.model.checkpointing:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -439,3 +440,20 @@ def test_memory_does_not_grow(apart: tuple[Any, Any]) -> None:
         llm.sync(actor)
     gc.collect()
     assert sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)) <= before
+
+
+def test_a_captured_step_does_not_serve_weights_that_are_not_complete() -> None:
+    """A graph replays without the model's forward; logits are made in Python at every step."""
+    from precgraph.runtime.vllm.model import PrecGraphForCausalLM
+    from precgraph.runtime.vllm.sizes import Sizes
+    from precgraph.runtime.vllm.weights import RolloutStore
+
+    model, store = PrecGraphForCausalLM.__new__(PrecGraphForCausalLM), RolloutStore.__new__(RolloutStore)
+    torch.nn.Module.__init__(model)
+    store.invalid = "sleep(level=2) has discarded the weights"
+    model.compiled = SimpleNamespace(store=store, logits=lambda hidden: hidden[0])
+    model.sizes = Sizes()
+    with pytest.raises(StaleWeightsError, match="discarded"):
+        model.compute_logits(torch.ones(2, 4))
+    store.invalid = None
+    assert model.compute_logits(torch.ones(2, 4)).shape == (2, 4)

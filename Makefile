@@ -44,7 +44,7 @@ demo: $(STAMP) ## check SmolLM2-135M, sample with its FP8 rollout, score with it
 	@$(BIN)/python examples/demo.py
 
 .PHONY: train-demo
-train-demo: $(STAMP) ## GRPO in exact FP8 on a tiny policy: minutes on two cores, curves in runs/train-demo
+train-demo: $(STAMP) ## GRPO in exact FP8 on a tiny policy: 5 to 10 minutes on two cores, curves in runs/train-demo
 	@OMP_NUM_THREADS=1 $(BIN)/python examples/train_demo.py
 
 .PHONY: test
@@ -103,11 +103,11 @@ bench-gpu: ## the GPU benchmarks, every module in benchmarks/gpu/, in the curren
 setup: $(STAMP) ## make .venv with the pinned CPU set
 
 .PHONY: setup-vllm
-setup-vllm: $(VLLM_STAMP) ## make .venv-vllm: the pinned CPU set of vLLM, two minutes and 2.5 GB
+setup-vllm: $(VLLM_STAMP) ## make .venv-vllm: the pinned CPU set of vLLM, two to four minutes and 2.5 GB
 
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@$(if $(PYTHON),,echo 'No Python 3.11 or newer was found; name one: make PYTHON=/path/to/python3.11' >&2; exit 1)
-	@echo 'Setting up $(VENV) with $(PYTHON) and $(CONSTRAINTS): about a minute, more on a slow network.'
+	@echo 'Setting up $(VENV) with $(PYTHON) and $(CONSTRAINTS): one to three minutes, more on a slow network.'
 	@# pip is what venv writes last, so a .venv without it was interrupted.
 	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV)
 	@$(INSTALL) --upgrade pip
@@ -118,7 +118,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 
 $(VLLM_STAMP): pyproject.toml $(VLLM_PINS)
 	@$(if $(PYTHON),,echo 'No Python 3.11 or newer was found; name one: make PYTHON=/path/to/python3.11' >&2; exit 1)
-	@echo 'Setting up $(VLLM_VENV) with $(PYTHON) and $(VLLM_PINS): two minutes, 2.5 GB.'
+	@echo 'Setting up $(VLLM_VENV) with $(PYTHON) and $(VLLM_PINS): two to four minutes, 2.5 GB.'
 	@test -x $(VLLM_BIN)/pip || $(PYTHON) -m venv --clear $(VLLM_VENV)
 	@# The pins are complete, so nothing is resolved and nothing besides is pulled in.
 	@$(VLLM_BIN)/python -m pip --disable-pip-version-check install $(PIP_QUIET) --no-deps -r $(VLLM_PINS)

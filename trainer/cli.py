@@ -85,6 +85,7 @@ def run(
         _explain(console, trainer)
         if dry_run:
             typer.echo(_toml(resolved))
+            console.print(f"{trainer.task.note}\na dry run: nothing was started, and nothing written")
         else:
             _train(console, trainer, until)
 
@@ -281,6 +282,10 @@ def _explain(console: Console, trainer: Any) -> None:
     console.print(f"arm [bold]{config.precision.arm}[/bold]: trains {pair.actor.precgraph.recipe.name}, "
                   f"rolls out {pair.program.precgraph.recipe.name}")  # fmt: skip
     console.print(verdict(pair, config), soft_wrap=True)
+    if not config.run.eval_every:
+        console.print(
+            "run.eval_every = 0: nothing is evaluated in the run; precgraph-train eval does it after", highlight=False
+        )
     if not trainer.stops:
         console.print("[yellow]the model has no end token: every response runs to rollout.max_tokens[/yellow]")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -152,7 +153,9 @@ def test_seeds() -> None:
     engine = Engine(rollout)
     prompt = prompts_of((12,))[0]
     state = torch.get_rng_state()
-    seeded = engine.generate([prompt] * 3, [SamplingParams(max_tokens=n, seed=s) for n, s in ((6, 5), (12, 5), (6, 6))])
+    params = [SamplingParams(max_tokens=n, seed=s) for n, s in ((6, 5), (12, 5), (6, 6))]
+    with pytest.warns(UserWarning, match="prompts 0 and 1 are equal and so is their seed, 5"):
+        seeded = engine.generate([prompt] * 3, params)
     engine.generate([prompt], SamplingParams(temperature=0))
     assert torch.equal(torch.get_rng_state(), state)
     assert seeded[1].token_ids[:6] == seeded[0].token_ids != seeded[2].token_ids
@@ -169,6 +172,34 @@ def test_seeds() -> None:
     assert torch.equal(torch.rand(1), after)
     again = engine.generate([prompt] * 3, [SamplingParams(max_tokens=6, seed=s) for s in drawn])
     assert outputs(again) == outputs(free)
+
+
+def test_equal_samples_are_warned_of_once_a_call() -> None:
+    _, rollout = pair("qwen2")
+    engine = Engine(rollout)
+    with pytest.warns(UserWarning) as seen:
+        done = engine.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=6, seed=1))
+    assert len({tuple(c.token_ids) for c in done}) == 1
+    (warning,) = seen
+    assert "leave the seed out" in str(warning.message) and "a list of params with a seed each" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(max_tokens=2),
+        SamplingParams(max_tokens=2, temperature=0, seed=1),  # nothing is drawn
+        [SamplingParams(max_tokens=2, seed=s) for s in (1, 2)],
+        [SamplingParams(max_tokens=2, seed=1, temperature=t) for t in (0.7, 1.0)],  # compared with the same draws
+    ],
+)
+def test_samples_that_differ_or_are_meant_to_be_equal_warn_of_nothing(params: Any) -> None:
+    engine = Engine(pair("qwen2")[1], self_check=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.generate([[1, 2, 3]] * 2, params)
+        engine.generate([[1, 2, 3], [1, 2, 4]], SamplingParams(max_tokens=2, seed=1))
 
 
 def test_greedy_takes_the_argmax_and_scores_it_at_temperature_one() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from precgraph.errors import InputError, NumericsStateError, StaleWeightsError
 from precgraph.runtime.cache import PagedCache, PagedContext, Span
 from precgraph.runtime.compiled import Compiled
-from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite, sample
+from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite, sample, warn_of_equal_samples
 from precgraph.runtime.scheduler import Chunk, Request, Scheduler
 from precgraph.runtime.sizes import filled
 
@@ -103,14 +103,16 @@ class Engine:
     ) -> list[Completion]:
         """Sample a continuation of every prompt; ``params`` are one for all, or one a prompt. Results in their order.
 
-        A request without a seed draws one from torch's global generator, which is otherwise left alone. ``progress``
-        shows a bar on stderr. StaleWeightsError if the masters have changed since ``actor.sync()``; InputError, before
-        anything runs, for a prompt that is empty, too long, or holds ids outside the vocabulary.
+        A request without a seed draws one from torch's global generator, which is otherwise left alone; equal prompts
+        with one seed get equal samples, and a UserWarning. ``progress`` shows a bar on stderr. StaleWeightsError if the
+        masters have changed since ``actor.sync()``; InputError, before anything runs, for a prompt that is empty, too
+        long, or holds ids outside the vocabulary.
         """
         store, pool = self._compiled.store, self.cache.pool
         self._compiled.ready()
         version = store.version
         requests = self._requests(prompt_token_ids, params)
+        warn_of_equal_samples([r.prompt for r in requests], [r.params for r in requests], stacklevel=2)
         scheduler = Scheduler(pool, requests, self._max_batch_tokens, self._max_sequences)
         pool.serve(version)
         try:

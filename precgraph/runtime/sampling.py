@@ -8,6 +8,7 @@ from the whole vocabulary is a kernel of its own (:mod:`precgraph.lowering.trito
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -166,6 +167,26 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
             ids.index_copy_(0, cut, drawn)
             kept.index_copy_(0, cut, held)
     return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature, sums), kept)
+
+
+def warn_of_equal_samples(prompts: Sequence[Sequence[int]], params: Sequence[Any], stacklevel: int) -> None:
+    """One UserWarning where requests that draw share prompt and seed: a group of equal samples has no advantages.
+
+    ``params``, one a prompt, are ours or vLLM's; ``stacklevel`` is that of :func:`warnings.warn` in the caller.
+    """
+    first: dict[Any, int] = {}
+    for i, (ids, p) in enumerate(zip(prompts, params, strict=True)):
+        if p.seed is None or p.temperature < MIN_TEMPERATURE:  # draws of its own, or none
+            continue
+        other = first.setdefault((p.seed, p.temperature, p.top_p, p.top_k, tuple(ids)), i)
+        if other != i:
+            warnings.warn(
+                f"prompts {other} and {i} are equal and so is their seed, {p.seed}: their samples are equal too; for "
+                "samples that differ leave the seed out (torch.manual_seed fixes the draws of all requests without "
+                "one), or pass a list of params with a seed each",
+                stacklevel=stacklevel + 1,
+            )
+            return
 
 
 def ranks(logits: Tensor, ids: Tensor) -> Tensor:

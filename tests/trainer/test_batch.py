@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 
 from precgraph.runtime import sizes
-from precgraph.runtime.engine import Completion
+from precgraph.runtime.engine import Completion, Engine
+from precgraph.runtime.sampling import SamplingParams
+from tests.rollouts import pair
 from trainer.batch import MicroBatch, Sample, cells, fingerprint, micro_batches
 from trainer.errors import AlignmentError, RolloutError
-from trainer.rollout import as_sample
+from trainer.rollout import as_sample, sample_groups
+from trainer.tasks import Item
 
 CPU = torch.device("cpu")
 
@@ -138,3 +142,12 @@ def test_missing_and_miscounted_log_probabilities() -> None:
     assert got[0] == -0.1 and got[1] != got[1] and got[2] == -0.2
     with pytest.raises(RolloutError, match="3 tokens, 2 log-probabilities"):
         as_sample(replace(broken, logprobs=[-0.1, -0.2]), [1], "item", 0, "s", 1)
+
+
+def test_the_trainers_groups_draw_each_sample_by_a_seed_of_its_own() -> None:
+    engine = Engine(pair("qwen2")[1], self_check=False)
+    item = Item("0", "", "")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        groups = sample_groups(engine, [(item, [1, 2, 3])] * 2, 4, SamplingParams(max_tokens=6, seed=1), (1, 0))
+    assert len({tuple(c.token_ids) for group in groups for c in group}) == 8

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,21 @@ def test_seeded_requests_through_chunked_prefill(pair: tuple[Any, Any], prompts:
     assert tokens[0] == tokens[1]
     mine = llm.generate(prompts, [VllmParams(max_tokens=6, temperature=1.0, seed=i, ignore_eos=True) for i in range(9)])
     assert [s.token_ids for s in mine] == [list(t) for t in tokens[0]]
+
+
+def test_equal_samples_are_warned_of_once_a_call(pair: tuple[Any, Any]) -> None:
+    from vllm import SamplingParams as VllmParams
+
+    llm = pair[1]
+    for kind in (SamplingParams, VllmParams):
+        with pytest.warns(UserWarning, match="prompts 0 and 1 are equal and so is their seed, 1") as seen:
+            done = llm.generate([[1, 2, 3]] * 3, kind(max_tokens=6, seed=1))
+        assert [w.filename for w in seen if w.category is UserWarning] == [__file__]
+        assert len({tuple(s.token_ids) for s in done}) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            llm.generate([[1, 2, 3]] * 2, [kind(max_tokens=2, seed=s) for s in (1, 2)])
+            llm.generate([[1, 2, 3]] * 2, kind(max_tokens=2, temperature=0.0, seed=1))
 
 
 def test_unseeded_requests_follow_the_global_generator(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:

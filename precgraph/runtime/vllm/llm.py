@@ -17,7 +17,7 @@ from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeigh
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe, require_recipe
 from precgraph.runtime.engine import Completion, prompt_ids
-from precgraph.runtime.sampling import require_finite
+from precgraph.runtime.sampling import require_finite, warn_of_equal_samples
 from precgraph.runtime.store import WeightStore
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, register
 from precgraph.runtime.vllm.alive import answered, deaths_end_steps, in_this_process, one_at_a_time
@@ -129,10 +129,11 @@ class LLM:
         """Sample a continuation of every prompt; results in their order.
 
         ``params`` are vLLM's ``SamplingParams`` or :class:`precgraph.runtime.sampling.SamplingParams`, one for all or
-        one a prompt. A request without a seed takes one from torch's global generator. InputError for parameters that
-        an exact rollout refuses, StaleWeightsError if the weights are not complete or the actor has not synced,
-        NonFiniteError if a token was drawn from logits that hold NaN or infinity. One that breaks off, by Ctrl-C too,
-        leaves no request in the engine, nor anything in the prefix cache.
+        one a prompt. A request without a seed takes one from torch's global generator; equal prompts with one seed get
+        equal samples, and a UserWarning. InputError for parameters that an exact rollout refuses, StaleWeightsError if
+        the weights are not complete or the actor has not synced, NonFiniteError if a token was drawn from logits that
+        hold NaN or infinity. One that breaks off, by Ctrl-C too, leaves no request in the engine, nor anything in the
+        prefix cache.
         """
         from precgraph.runtime.vllm.params import completion_fields, request_of
 
@@ -146,6 +147,7 @@ class LLM:
         prompts = [prompt_ids(f"prompt {i}", p, self.vocabulary) for i, p in enumerate(prompt_token_ids)]
         self._require_room(prompts)
         asked = [request_of(p) for p in each]
+        warn_of_equal_samples(prompts, each, stacklevel=3)  # past one_at_a_time
         names = [p.extra_args.get(RECORD) for p in asked]
         cut = [name for name in names if name is not None]
         version = self._served

@@ -172,7 +172,8 @@ def require_supported(model: nn.Module) -> None:
     if head is not None and head() is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no language model head; of Hugging Face's models, causal ones have programs",
-            remedy="pass the ...ForCausalLM of its family",
+            remedy="pass the ...ForCausalLM of its family; a reward or value model needs no exact rollout: leave it "
+            "uncompiled",
         )
     if isinstance(model, PreTrainedModel):
         require_attention(model)

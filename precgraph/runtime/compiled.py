@@ -176,6 +176,7 @@ class CompiledCausalLM(CompiledModule):
 
     main_input_name: ClassVar[str] = "input_ids"
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch.compile(actor) runs the program as it is
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -213,6 +214,7 @@ class CompiledCausalLM(CompiledModule):
 class CompiledPlain(CompiledModule):
     """Forward of other compiled modules: positional tensors as in the example inputs."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Tensor) -> Any:
         compiled = self.precgraph
         program = compiled.runner.program

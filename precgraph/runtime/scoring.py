@@ -31,6 +31,7 @@ def token_logprobs(
     temperature: float | Tensor = ..., entropy: Literal[True], cu_seq_lens: Tensor | None = ...,
     rows: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # as the forward of a compiled model
 def token_logprobs(
     model: Any,
     input_ids: Tensor,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import nn
 
 from precgraph.errors import StaleWeightsError, UnsupportedModelError
@@ -59,15 +60,29 @@ class Places:
         """StaleWeightsError for a part that was replaced, UnsupportedModelError for a hook that would not run."""
         for owner, name, value, path in self.held:
             if owner.get(name) is not value:
-                raise StaleWeightsError(
-                    "it was replaced after the model was compiled", path=path, remedy="compile the model again"
-                )
+                raise _replaced(owner.get(name), path)
         for now, keys, path in self.hooks:
             if tuple(now) != keys and _acting(now) != keys:
                 raise UnsupportedModelError(
                     "its hooks have changed since the model was compiled, and a program runs none", path=path,
                     remedy="register forward hooks before compiling, or remove the new ones",
                 )  # fmt: skip
+
+
+def _replaced(now: Any, path: str) -> StaleWeightsError | UnsupportedModelError:
+    """The error for a part in whose place the model has ``now``. FSDP shows plain parameters while its forward runs."""
+    if torch.distributed.is_available():
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(now, DTensor):
+            return UnsupportedModelError(
+                "the parameter is a DTensor: FSDP is not supported, since one process holds all weights", path=path,
+                remedy="leave the compiled model whole, and average gradients across ranks yourself",
+            )  # fmt: skip
+    return StaleWeightsError(
+        "it was replaced after the model was compiled", path=path,
+        remedy="compile the model again (FSDP, which replaces parameters, is not supported)",
+    )  # fmt: skip
 
 
 def _acting(hooks: Mapping[int, Any]) -> tuple[int, ...]:

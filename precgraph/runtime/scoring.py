@@ -54,11 +54,7 @@ def token_logprobs(
     result is then ``[n]``, bit for bit those entries, and no other row goes through lm_head. InputError for an index
     that predicts nothing.
     """
-    compiled: Compiled | None = getattr(model, "precgraph", None)
-    if compiled is None or not compiled.trace.graph.causal_lm:
-        raise InputError(
-            "token_logprobs needs a compiled causal language model", remedy="call precgraph.compile(model) first"
-        )
+    compiled = _program_of(model)
     packed = pack(input_ids, attention_mask, position_ids, cu_seq_lens, model.config.vocab_size)
     divisors = _temperatures(temperature, packed)
     names = checkpointed(model, compiled.runner.program)
@@ -67,6 +63,22 @@ def token_logprobs(
     scored = _scored(compiled, packed, hidden, at, divisors, entropy)
     out = packed.unpack(scored, at)[:, :-1] if rows is None else scored
     return (out[..., 0], out[..., 1]) if entropy else out[..., 0]
+
+
+def _program_of(model: Any) -> Compiled:
+    """What ``model`` carries; InputError for a model that is not compiled, or that a wrapper holds."""
+    compiled: Compiled | None = getattr(model, "precgraph", None)
+    if compiled is not None and compiled.trace.graph.causal_lm:
+        return compiled
+    if isinstance(getattr(getattr(model, "module", None), "precgraph", None), Compiled):  # DistributedDataParallel
+        raise InputError(
+            f"token_logprobs takes the compiled model itself, not the {type(model).__name__} around it",
+            remedy="pass its .module; the wrapper's reducer is not entered so: with several ranks, average the "
+            "gradients yourself between backward and step",
+        )
+    raise InputError(
+        "token_logprobs needs a compiled causal language model", remedy="call precgraph.compile(model) first"
+    )
 
 
 def _scored(compiled: Compiled, packed: Packed, hidden: Tensor, at: Tensor, divisors: Tensor, entropy: bool) -> Tensor:

@@ -30,6 +30,8 @@ from transformers import (
     MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -41,6 +43,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCABULARY = 997
@@ -122,6 +126,19 @@ _MORE["deepseek_v2_lite"] = (DeepseekV2Config, DeepseekV2ForCausalLM, {
 })  # fmt: skip
 MORE_LMS = tuple(_MORE)  # in tests/test_more_families.py, which asks less of each than the shared tests
 _FAMILIES.update(_MORE)
+# The same operators as a family above, in other layers: no RoPE in some, and OLMo 2 with windows.
+_LIKE: dict[str, tuple[type, Any, dict[str, Any]]] = {
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {
+        "hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "no_rope_layers": [1, 0],
+    }),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM, {
+        "hidden_size": 160, "intermediate_size": 288, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"],
+    }),
+}  # fmt: skip
+LIKE_LMS = tuple(_LIKE)
+_FAMILIES.update(_LIKE)
 # What a checkpoint of them says, and no other family's does; of the tests that are about that alone.
 _FAMILIES["glm4_moe"] = (Glm4MoeConfig, Glm4MoeForCausalLM, {  # a router's bias in fp32, as deepseek_v3
     "hidden_size": 128, "intermediate_size": 224, "moe_intermediate_size": 96, "n_routed_experts": 16,

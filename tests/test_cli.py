@@ -23,7 +23,7 @@ from transformers import GPT2Config
 from typer.testing import CliRunner, Result
 
 import precgraph
-from precgraph import PrecisionGraph, Recipe, TraceError
+from precgraph import PrecisionGraph, Recipe, TraceError, UnsupportedModelError
 from precgraph.cli import app
 from precgraph.cli.check import READS
 from precgraph.cli.console import progress
@@ -255,8 +255,8 @@ def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
     data = load(target)  # fits the schema
     assert list(data) == [
         "schema", "tool", "level", "model", "sides", "family", "backend", "device", "recipes", "stacks", "digests",
-        "compared", "parts", "subject", "ok", "exit_code", "causes", "violations", "suppressed", "known", "fixed",
-        "not_proved", "notes", "rows",
+        "compared", "parts", "subject", "strict", "ok", "exit_code", "causes", "violations", "suppressed", "known",
+        "fixed", "not_proved", "notes", "rows",
     ]  # fmt: skip
     assert data["schema"] == 1
     assert data["family"] == "LlamaForCausalLM"
@@ -302,9 +302,40 @@ def test_what_is_not_proved_is_said(llama: Path, monkeypatch: pytest.MonkeyPatch
     data = json.loads(result.stdout)
     assert data["notes"] == []
     assert [f["code"] for f in data["not_proved"]] == ["PG902 row invariance"] * 2
+    assert data["ok"] is True and data["strict"] is False
     text = " ".join(run("check", llama).stdout.split())
-    assert "Not proved" in text
-    assert "training forward, but for 2 points that are not proved" in text
+    assert "Not proved: " in text and "consistent" not in text
+    assert text.startswith("not proved: 2 points; the rest of the rollout's program is inside the training forward ")
+    assert "precgraph.compile refuses this program, as nothing says that it treats each token alone: gated" in text
+    with pytest.raises(UnsupportedModelError, match="gated is not known to treat each token alone"):
+        precgraph.compile(causal_lm("llama"), mode="infer")
+    precgraph.compile(causal_lm("llama"), "infer", Recipe.bf16())
+    aten = run("check", llama, "--train", "bf16", "--infer", "bf16").stdout
+    assert aten.startswith("not proved: ") and "precgraph.compile refuses" not in aten
+
+
+def test_strict_fails_what_is_not_proved(llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert run("check", llama, "--strict").exit_code == 0
+    choose = lowering.select
+
+    def unknown(node: Any, *rest: Any) -> Any:
+        kernel = choose(node, *rest)
+        return dataclasses.replace(kernel, row_invariant=None) if kernel.op == "gated" else kernel
+
+    monkeypatch.setattr(lowering, "select", unknown)
+    lax = run("check", llama, "--github")
+    assert lax.exit_code == 0 and "::notice title=precgraph check::not proved: 2 points; " in lax.stdout
+    assert "::warning title=PG902" in lax.stdout and "::error" not in lax.stdout
+    target = tmp_path / "report.json"
+    result = run("check", llama, "--strict", "--github", "-o", target)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("not proved: 2 points, which fail under --strict; the rest of ")
+    assert "::error title=precgraph check::not proved: 2 points, which" in result.stdout
+    assert "::error title=PG902" in result.stdout and "::warning" not in result.stdout
+    data = load(target)  # fits the schema
+    assert (data["ok"], data["exit_code"], data["strict"], data["violations"]) == (False, 1, True, [])
+    assert run("report", target).exit_code == 1
+    assert run("check", llama, "--strict", "--baseline", target).exit_code == 1  # which accepts differences only
 
 
 # --------------------------------------------------------------------------------------- bad input

@@ -24,7 +24,7 @@ from precgraph.quantizer import dequantize, quantize
 from precgraph.recipe import RopeRule
 from precgraph.runtime.engine import Engine
 from precgraph.verify import check_inclusion
-from tests.families import MORE_LMS, causal_lm
+from tests.families import LIKE_LMS, MORE_LMS, causal_lm
 from tests.rollouts import mixed_params, prompts_of, worst_difference
 from tests.test_bf16_equals_huggingface import assert_same_gradients, step, tokens, vjp
 from tests.test_parity import Pair, assert_equal, make_pair, padded, scored, sequences, valid
@@ -39,7 +39,7 @@ def fp8(family: str) -> Pair:
     return make_pair(causal_lm(family), sequences(LENGTHS))
 
 
-@pytest.mark.parametrize("family", MORE_LMS)
+@pytest.mark.parametrize("family", (*MORE_LMS, *LIKE_LMS))
 def test_bf16_equals_huggingface(family: str) -> None:
     model = causal_lm(family).train()
     oracle: Any = copy.deepcopy(model)
@@ -56,7 +56,7 @@ def test_bf16_equals_huggingface(family: str) -> None:
     assert all(g is not None and g.abs().max() > 0 for g in gradients.values())
 
 
-@pytest.mark.parametrize("family", MORE_LMS)
+@pytest.mark.parametrize("family", (*MORE_LMS, *LIKE_LMS))
 def test_training_equals_rollout(family: str) -> None:
     """Alone, under gradients; padded on both sides; packed."""
     pair = fp8(family)
@@ -75,7 +75,7 @@ def test_training_equals_rollout(family: str) -> None:
             assert_equal(out.split([len(r) for r in rows]), pair.logits[::-1])
 
 
-@pytest.mark.parametrize("family", MORE_LMS)
+@pytest.mark.parametrize("family", (*MORE_LMS, *LIKE_LMS))
 def test_engine_equals_the_trainer(family: str) -> None:
     pair = fp8(family)
     prompts, params = prompts_of(LENGTHS), mixed_params(len(LENGTHS), max_tokens=6)
@@ -84,14 +84,14 @@ def test_engine_equals_the_trainer(family: str) -> None:
         assert worst_difference(pair.actor, done, params, layout) == 0.0
 
 
-@pytest.mark.parametrize("family", MORE_LMS)
+@pytest.mark.parametrize("family", (*MORE_LMS, *LIKE_LMS))
 def test_rollout_is_part_of_training(family: str) -> None:
     pair = fp8(family)
     assert check_inclusion(pair.actor.precgraph.graph, pair.rollout.precgraph.graph).ok
     assert pair.actor.precgraph.graph.digest() == pair.rollout.precgraph.graph.digest()
 
 
-@pytest.mark.parametrize("family", MORE_LMS)
+@pytest.mark.parametrize("family", (*MORE_LMS, *LIKE_LMS))
 def test_every_forward_kernel_is_row_invariant(family: str) -> None:
     graph = fp8(family).rollout.precgraph.graph
     assert not [n.name for n in graph if "kernel" in n.meta and n.meta["kernel"].row_invariant is not True]

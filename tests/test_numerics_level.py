@@ -477,7 +477,7 @@ def test_a_missing_module_is_said(folder: Path, tmp_path: Path) -> None:
     absent, few = report(out)["not_proved"]
     assert (absent["code"][:5], absent["module"]) == ("PG910", "model.layers.0.self_attn.qkv_proj")
     assert (few["code"][:5], few["module"]) == ("PG910", "")
-    assert "consistent: 1 module compared, and none differs, but for 2 points" in shown.stdout
+    assert "not proved: 2 points; 1 module compared, and none differs" in shown.stdout
     assert few["message"] == "1 of 30 modules were captured, and nothing after model.embed_tokens was compared"
 
 

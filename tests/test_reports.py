@@ -130,9 +130,18 @@ def test_fingerprints_say_what_differs_and_not_where_it_stands() -> None:
 
 def test_verdicts() -> None:
     unused = Suppression("PG103", "x", "why")
+    open_point = (finding("row_invariant", ""),)
     cases = {
         ("consistent", "inside the training forward"): document(),
-        ("consistent", "but for 1 point that is not proved"): document(not_proved=(finding("row_invariant", ""),)),
+        ("not proved", "1 point; the rest of the rollout's program is"): document(not_proved=open_point),
+        ("not proved", "1 point, which fails under --strict; the rest"): document(not_proved=open_point, strict=True),
+        ("not proved", "1 point; 1 suppressed, and no other difference"): document(
+            finding(), not_proved=open_point, suppressions=(SUPPRESSED,)
+        ),
+        ("inconsistent", "inherit a difference; not proved: 1 point"): document(finding(), not_proved=open_point),
+        ("unclean", "1 unused suppression; not proved: 1 point"): document(
+            not_proved=open_point, suppressions=(unused,)
+        ),
         ("inconsistent", "1 root cause at 1 node;"): document(finding()),
         ("inconsistent", "1 root cause at 2 nodes; 7 more nodes only"): document(
             finding(inherited=3), finding(module="model.layers.1.mlp", inherited=4)
@@ -147,7 +156,26 @@ def test_verdicts() -> None:
     for (word, words), data in cases.items():
         assert verdict(data)[0] == word
         assert words in verdict(data)[1]
-        assert data["exit_code"] == (word in ("inconsistent", "unclean"))
+        assert valid(data)["exit_code"] == (word in ("inconsistent", "unclean") or "--strict" in words)
+
+
+def test_every_format_follows_strict() -> None:
+    """What is not proved fails, and a document that says otherwise is refused."""
+    points = (finding("row_invariant", "model.norm"),)
+    lax, strict = (valid(document(not_proved=points, strict=each)) for each in (False, True))
+    for data, fails in ((lax, False), (strict, True)):
+        assert (data["ok"], data["exit_code"]) == (not fails, fails)
+        lines = list(github.render(data))
+        assert [line.split(" ")[0] for line in lines] == (["::error"] * 2 if fails else ["::notice", "::warning"])
+        assert ET.fromstring(junit.render(data)).get("failures") == str(int(fails))
+        (ran,) = sarif.render(data)["runs"]
+        assert ran["invocations"][0]["exitCode"] == fails and ran["results"][0]["kind"] == "open"
+        assert f'class="verdict not_proved{" fails" if fails else ""}"' in html.render(data)
+    for change in ({"ok": True, "exit_code": 0}, {"strict": False}, {"not_proved": []}):
+        with pytest.raises(ValidationError):
+            valid({**strict, **change})
+    valid({key: value for key, value in lax.items() if key != "strict"})  # as earlier versions wrote it
+    assert valid(document(strict=True))["ok"] is True
 
 
 def test_causes_are_counted_as_a_person_counts_them() -> None:

@@ -69,12 +69,14 @@ def check(
     github: results.GitHub = False,
     suppressions: results.Suppressions = None,
     baseline: results.Baseline = None,
+    strict: results.Strict = False,
     fix: results.Fix = False,
     diff: results.Diff = False,
 ) -> None:
     """Prove that the rollout's program is inside the training forward, or list every root cause why it is not.
 
-    Exit code 0: consistent; 1: inconsistent; 2: could not check.
+    Exit code 0: consistent, or nothing differs but points are not proved; 1: inconsistent, or with --strict not
+    proved; 2: could not check.
     """
     choose("--level", level, tuple(READS))
     _refuse_unread(ctx, level)
@@ -83,7 +85,7 @@ def check(
     reads = model, other, train, infer, prompt_file, suppressions
     formats = results.Formats(as_json, json_file, html, sarif, junit, github, reads)
     require_place(Path(capture) if capture else None, reads=reads)
-    output = results.Output(formats, suppressions, baseline, fix=fix, diff=diff)
+    output = results.Output(formats, suppressions, baseline, strict=strict, fix=fix, diff=diff)
     if level == "env":
         from precgraph.cli.env import check_machines
 

@@ -35,6 +35,7 @@ Suppressions = Annotated[
 Baseline = Annotated[
     Path | None, typer.Option("--baseline", metavar="FILE", help="An earlier result (-o): only what it lacks fails.")
 ]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 too where a point is not proved.")]
 Fix = Annotated[
     bool,
     typer.Option(
@@ -96,7 +97,7 @@ def _show_verdict(document: Mapping[str, Any]) -> None:
 
 
 class Output:
-    """The formats, suppressions and baseline of one check. The files are read first, so that errors come early."""
+    """The formats, suppressions and baseline of one check, read first, so that errors come early; what else it does."""
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class Output:
         suppressions: Path | None,
         baseline: Path | None,
         *,
+        strict: bool,
         fix: bool,
         diff: bool,
     ) -> None:
@@ -111,7 +113,7 @@ class Output:
 
         if diff and formats.as_json:
             raise InputError("--json and --diff both want stdout", remedy="write the JSON to a file: -o FILE")
-        self.formats, self.fix, self.diff = formats, fix, diff
+        self.formats, self.strict, self.fix, self.diff = formats, strict, fix, diff
         path = suppressions or suppress.find(Path())
         self.suppressions = suppress.read(path) if path else ()
         self.baseline = load(baseline) if baseline else None
@@ -147,7 +149,8 @@ class Output:
         from precgraph.report import build
 
         where = {"subject": _subject(context)} if "sides" in context else {}
-        return build(report, {**context, **where}, suppressions=self.suppressions, baseline=self.baseline)
+        about = {**context, **where}
+        return build(report, about, suppressions=self.suppressions, baseline=self.baseline, strict=self.strict)
 
     def conclude(self, report: Report, context: Mapping[str, Any]) -> int:
         """Write the document in every format that was asked for; its exit code. After a diff, stdout gets the verdict

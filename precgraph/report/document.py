@@ -15,7 +15,7 @@ import precgraph
 from precgraph import strict_json
 from precgraph.errors import CheckError, InputError
 from precgraph.report.suppress import Suppression, judge
-from precgraph.verify.report import Finding, Report, causes, counted, fold, plain
+from precgraph.verify.report import REFUSED, Finding, Report, causes, counted, fold, plain
 from precgraph.verify.rules import RULES
 
 SCHEMA = 1
@@ -30,12 +30,14 @@ def build(
     *,
     suppressions: Sequence[Suppression] = (),
     baseline: Mapping[str, Any] | None = None,
+    strict: bool = False,
 ) -> dict[str, Any]:
     """The document of a report.
 
     ``context`` has "level" and what else belongs to that level (model, sides, recipes, compared ...). Violations that a
     suppression covers go to "suppressed", those that ``baseline`` (an earlier document) has too to "known"; only what
-    is left in "violations" fails. CheckError: nothing was compared; InputError: the baseline is of another level.
+    is left in "violations" fails, and with ``strict`` what is in "not_proved", which nothing accepts. CheckError:
+    nothing was compared; InputError: the baseline is of another level.
     """
     if report.compared <= 0:
         raise CheckError("nothing was compared, which proves nothing", remedy="pass two programs of one model")
@@ -61,11 +63,12 @@ def build(
         state["violation"] = [(f, mark) for f, mark in state["violation"] if mark not in old]
         now = {mark for key in ("violation", "suppressed", "known") for _, mark in state[key]}
         fixed = [{k: v for k, v in f.items() if k != "reason"} for mark, f in old.items() if mark not in now]
-    failing = bool(state["violation"])
+    failing = bool(state["violation"] or (strict and state["not_proved"]))
     return {
         "schema": SCHEMA,
         "tool": {"name": "precgraph", "version": precgraph.__version__},
         **context,
+        "strict": strict,
         "ok": not failing,
         "exit_code": int(failing),
         "causes": causes(plain(f) for f, _ in state["violation"] if f.code != UNUSED),
@@ -144,8 +147,16 @@ def how_many(compared: Mapping[str, Any]) -> str:
     return f"{compared[unit]} {unit[:-1] if compared[unit] == 1 else unit}"
 
 
+def refused(document: Mapping[str, Any]) -> list[str]:
+    """The operators of points for which ``precgraph.compile`` refuses the rollout's program."""
+    return list(dict.fromkeys(f["op"] for f in document["not_proved"] if f["message"].endswith(REFUSED)))
+
+
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
-    """One word (consistent, accepted, unclean, inconsistent) and the rest of the sentence."""
+    """The finding (consistent, not proved, accepted, unclean, inconsistent) and the rest of the sentence.
+
+    Where nothing fails or is unused and a point is not proved, that is the finding, whatever is accepted.
+    """
     failing = [f for f in document["violations"] if f["code"] != UNUSED]
     unused = len(document["violations"]) - len(failing)
     accepted = [
@@ -153,7 +164,8 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
         for key, words in (("suppressed", "suppressed"), ("known", "known from the baseline"))
         if document[key]
     ]
-    open_points = len(document["not_proved"])
+    points = counted(len(document["not_proved"]), "point") if document["not_proved"] else ""
+    which = f"{points}, {'which fails' if len(document['not_proved']) == 1 else 'which fail'} under --strict"
     if failing:
         inherited = sum(f["inherited"] for f in failing)
         places = counted(len(failing), {"weights": "tensor", "env": "fact"}.get(document["level"], "node"))
@@ -168,7 +180,7 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
         word, parts = "accepted", [f"{' and '.join(accepted)}, and no other difference"]
     else:
         proof = {
-            "graph": "the rollout's program is inside the training forward",
+            "graph": f"the {'rest of the ' if points else ''}rollout's program is inside the training forward",
             "weights": f"every byte is what {document.get('sides', {}).get('train')} makes of the masters",
         }
         word = "consistent"
@@ -179,10 +191,13 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
         parts.append(f"{unused} unused {'suppression' if unused == 1 else 'suppressions'}")
     if document["fixed"]:
         parts.append(f"{len(document['fixed'])} of the baseline {'is' if len(document['fixed']) == 1 else 'are'} fixed")
-    text = "; ".join(parts)
-    if open_points and not failing:
-        text += f", but for {open_points} {'point that is' if open_points == 1 else 'points that are'} not proved"
-    return word, text
+    if points:
+        said = which if document.get("strict") else points
+        if failing or unused:
+            parts.append(f"not proved: {said}")
+        else:
+            word, parts = "not proved", [said, *parts]
+    return word, "; ".join(parts)
 
 
 def one_line(text: str) -> str:

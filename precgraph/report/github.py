@@ -18,13 +18,14 @@ _COMMANDS = {
 
 def render(document: Mapping[str, Any]) -> Iterator[str]:
     """``::error title=PG105 amax floor, model.layers.{0-1}.mlp::...`` for each row, after the verdict: GitHub shows
-    ten a step and kind, so what matters most comes first.
+    ten a step and kind, so what matters most comes first. What is not proved is an error if the check was strict.
 
     A module's name cannot start a command of its own: line breaks, ``%``, and in the title ``:`` and ``,`` are escaped.
     """
     word, rest = verdict(document)
     yield f"::{'notice' if document['ok'] else 'error'} title=precgraph check::{_data(f'{word}: {rest}')}"
-    for state, command in _COMMANDS.items():
+    commands = {**_COMMANDS, "not_proved": "error"} if document.get("strict") else _COMMANDS
+    for state, command in commands.items():
         for row in rows_of(document, state):
             title = f"{row['code']} in {row['module'] or 'the model'}"
             yield f"::{command} title={_property(title)}::{_data(_message(row))}"

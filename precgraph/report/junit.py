@@ -1,4 +1,5 @@
-"""JUnit XML: a test case for each family of rules that the level compares, and one for each row that fails."""
+"""JUnit XML: a test case for each family of rules that the level compares, and one for each row that fails; rows that
+are not proved fail if the check was strict, and are no cases otherwise."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def render(document: Mapping[str, Any]) -> str:
 
 
 def _cases(document: Mapping[str, Any]) -> Iterator[ET.Element]:
-    rows = rows_of(document, "violation", "suppressed", "known")
+    failing = ("violation", "not_proved") if document.get("strict") else ("violation",)
+    rows = rows_of(document, *failing, "suppressed", "known")
     groups: dict[str, list[dict[str, Any]]] = {key: [] for key in families(document["level"])}
     for row in rows:
         groups.setdefault(row["code"][:3], []).append(row)
@@ -49,7 +51,7 @@ def _cases(document: Mapping[str, Any]) -> Iterator[ET.Element]:
 
 def _case(group: str, row: Mapping[str, Any]) -> ET.Element:
     case = ET.Element("testcase", classname=group, name=clean(f"{row['code']} in {row['module'] or 'the model'}"))
-    if row["state"] == "violation":
+    if row["state"] in ("violation", "not_proved"):
         failure = ET.SubElement(case, "failure", type=number(row), message=clean(row["message"]))
         failure.text = clean("\n".join(_lines(row)))
     else:

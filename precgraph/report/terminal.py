@@ -19,10 +19,12 @@ from precgraph.report.document import (
     kernels,
     kind,
     one_line,
+    refused,
     rows_of,
     value_lines,
     verdict,
 )
+from precgraph.verify.report import REFUSED
 
 TITLES = {
     "violation": ("Differences", "red"),
@@ -32,7 +34,7 @@ TITLES = {
     "not_proved": ("Not proved: what the rollout's numbers may depend on", "yellow"),
 }
 _LEAST = (12, 50, 14, 10, 10, 24)  # columns of the table of findings: what each has at least, if it has as much
-_COLOURS = {"consistent": "green", "accepted": "yellow", "unclean": "red", "inconsistent": "red"}
+_COLOURS = {"consistent": "green", "not proved": "yellow", "accepted": "yellow"}
 
 
 def show(document: Mapping[str, Any], out: Console) -> None:
@@ -59,7 +61,8 @@ def show(document: Mapping[str, Any], out: Console) -> None:
 def show_verdict(document: Mapping[str, Any], out: Console) -> None:
     """Print the verdict alone, as one line."""
     word, rest = verdict(document)
-    out.print(f"[bold {_COLOURS[word]}]{word}:[/] {_safe(rest)}")
+    colour = _COLOURS[word] if document["ok"] else "red"
+    out.print(f"[bold {colour}]{word}:[/] {_safe(rest)}")
 
 
 def summary(document: Mapping[str, Any]) -> list[str]:
@@ -69,6 +72,9 @@ def summary(document: Mapping[str, Any]) -> list[str]:
         f"{document.get('family') or document.get('model', '')}  training: {sides.get('train', '')}, "
         f"rollout: {sides.get('infer', '')}, level {document['level']}"
     ]
+    if operators := refused(document):
+        shown = ", ".join(operators[:5]) + (f" and {len(operators) - 5} others" if len(operators) > 5 else "")
+        lines.append(f"{REFUSED}, as nothing says that it treats each token alone: {shown}")
     if document["level"] == "graph":
         lines.append(
             f"{compared['nodes']} nodes compared, {compared['quantized_linears']} of {compared['linears']} linear "

@@ -11,6 +11,10 @@ from precgraph.verify.rules import Rule
 
 SCHEMA = 1
 
+# How the message of a point ends that compile refuses: an operator of a causal LM of exact arithmetic, of which nothing
+# says that it treats each token alone.
+REFUSED = "precgraph.compile refuses this program"
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -80,7 +84,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """0 consistent, 1 inconsistent. (2, could not check, is an error and has no report.)"""
+        """0 nothing differs, 1 inconsistent. (2, could not check, is an error and has no report.)"""
         return 0 if self.ok else 1
 
     def with_weights_open(self, rule: Rule, words: str, remedy: str) -> Report:
@@ -109,8 +113,8 @@ class Report:
 
     def __str__(self) -> str:
         if self.ok:
-            open_points = f"; {len(self.not_proved)} points not proved" if self.not_proved else ""
-            lines = [f"consistent: {self.compared} {self.unit} compared, none differs{open_points}"]
+            points = f"not proved: {counted(len(self.not_proved), 'point')}; otherwise " if self.not_proved else ""
+            lines = [f"{points or 'consistent: '}{self.compared} {self.unit} compared, none differs"]
         else:
             found = causes(map(plain, self.violations))
             inherited = sum(f.inherited for f in self.violations)

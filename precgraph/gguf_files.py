@@ -6,8 +6,13 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
+from typing import Any
 
 _MADE = ("GGUFReader", "get_tensor_name_map")  # of the package gguf, both read only by who asks for them
+_lock = Lock()
+_own: dict[str, Any] = {}  # what the package has without the blocks that are under way
+_blocks: list[object] = []  # in any thread
 
 
 @contextmanager
@@ -22,12 +27,17 @@ def parsed_once() -> Iterator[None]:
         return
     import gguf
 
-    before = {name: getattr(gguf, name) for name in _MADE}
-    kept = any(hasattr(made, "cache_info") for made in before.values())  # by a block around this one
+    with _lock:
+        if not _blocks:
+            _own.update({name: getattr(gguf, name) for name in _MADE})
+            for name, made in _own.items():
+                setattr(gguf, name, cache(made))
+        _blocks.append(None)
     try:
-        for name, made in before.items():
-            setattr(gguf, name, made if kept else cache(made))
         yield
     finally:
-        for name, made in before.items():
-            setattr(gguf, name, made)
+        with _lock:
+            _blocks.pop()
+            if not _blocks:
+                for name, made in _own.items():
+                    setattr(gguf, name, made)

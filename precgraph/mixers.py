@@ -6,6 +6,7 @@ is not among them, and none of those has an exact kernel.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torch import nn
@@ -26,32 +27,38 @@ _LAYER_TYPES = {
 }
 
 
+_IN_A_LAYER = re.compile(r"[^.]+\.layers\.\d+\.")  # not in a tower for images or sound, which no program runs
+
+
 def require_attention(model: PreTrainedModel) -> None:
     """UnsupportedModelError, naming the first module in which tokens meet otherwise than in attention to all keys or to
     those of a window."""
     modules = dict(model.named_modules())
     kinds = getattr(model.config, "layer_types", None) or ()
     at = next((i for i, kind in enumerate(kinds) if kind in _LAYER_TYPES), None)
-    found = next((path for path, module in modules.items() if _mixes(module)), None)
-    if found is not None or at is not None:
-        found = found or _mixer(modules, at or 0)
-        kind = _LAYER_TYPES[kinds[at]] if at is not None else _LAYER_TYPES["linear_attention"]
-    elif type(model)._is_stateful:  # transformers' word for a state that is no list of keys and values
-        found, kind = "", "a state beside keys and values"
+    found = next(((path, kind) for path, m in modules.items() if _IN_A_LAYER.match(path) and (kind := _kind(m))), None)
+    if found is not None:
+        path, kind = found
+    elif at is not None:
+        path, kind = _mixer(modules, at), _LAYER_TYPES[kinds[at]]
+    elif type(model)._is_stateful and not kinds:  # transformers' word for a class with a state beside keys and values
+        path, kind = "", "a state beside keys and values"
     else:
         return
-    name = type(modules[found]).__name__
+    name = type(modules[path]).__name__
     raise UnsupportedModelError(
-        f"{name} is {kind}, which has no exact kernel" if found else f"{name} has {kind}, which no rollout keeps",
-        path=found or None,
+        f"{name} is {kind}, which has no exact kernel" if path else f"{name} has {kind}, which no rollout keeps",
+        path=path or None,
         remedy="models are served whose tokens meet in attention alone, to all keys or to those of a window",
     )
 
 
-def _mixes(module: nn.Module) -> bool:
-    """Whether a module holds the decay of a recurrence, or a convolution over tokens."""
+def _kind(module: nn.Module) -> str | None:
+    """What a module is that itself holds the decay of a recurrence, or a convolution over tokens."""
+    if "A_log" in module._parameters:
+        return "a recurrence over tokens"
     convolutions = (m for m in module._modules.values() if isinstance(m, nn.Conv1d))
-    return "A_log" in module._parameters or any(m.kernel_size[0] > 1 for m in convolutions)
+    return "a convolution over tokens" if any(m.kernel_size[0] > 1 for m in convolutions) else None
 
 
 def _mixer(modules: dict[str, nn.Module], index: int) -> str:

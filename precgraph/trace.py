@@ -120,6 +120,7 @@ def _export(
             error.message, path=error.path or where(model, error), remedy=error.remedy
         ) from error
     except Exception as error:
+        error.add_note(said.getvalue())  # a traceback shows it: --debug
         raise TraceError(explain(model, error)) from error
 
 

@@ -72,6 +72,15 @@ def test_findings_that_came_went_and_were_accepted(write: Any) -> None:
     assert [f["module"] for f in back["new"]] == ["gone"]
 
 
+def test_a_strict_report_that_fails_is_not_equal_to_one_that_passes(write: Any) -> None:
+    """Nor does one that was written before there was such an option differ from one without it."""
+    data = document()
+    result = run(write("a", data), write("b", data | {"strict": True}))
+    assert (result.exit_code, "strict: False -> True" in result.stdout) == (1, True)
+    older = {k: v for k, v in data.items() if k != "strict"}
+    assert run(write("a", older), write("b", data | {"strict": False})).exit_code == 0
+
+
 def test_other_digests_are_a_difference_even_without_findings(write: Any) -> None:
     result = run(write("a", document()), write("b", document(context={"digests": {"train": "1", "infer": "3"}})))
     assert result.exit_code == 1

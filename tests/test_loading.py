@@ -389,3 +389,18 @@ def test_a_hub_id_is_read_from_its_config_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("precgraph.loading._hub_reachable", lambda: True)
     assert load_config_model("someone/some-model").config.hidden_size == 64
     assert asked == [("someone/some-model", "config.json", False)]
+
+
+def test_blocks_of_two_threads_end_in_any_order() -> None:
+    """What the package gguf has is its own again when the last block has ended, and shared until then."""
+    gguf = pytest.importorskip("gguf")
+    own = gguf.GGUFReader
+    first, second = parsed_once(), parsed_once()
+    first.__enter__()
+    second.__enter__()
+    shared = gguf.GGUFReader
+    assert shared is not own
+    first.__exit__(None, None, None)
+    assert gguf.GGUFReader is shared
+    second.__exit__(None, None, None)
+    assert gguf.GGUFReader is own

@@ -20,6 +20,7 @@ from precgraph.attention import IMPLEMENTATION
 from precgraph.experts import IMPLEMENTATION as EXPERTS_OF_OURS
 from precgraph.graph import op_name, precision
 from precgraph.lowering.reference import elementwise, experts, gemm
+from precgraph.mixers import require_attention
 from precgraph.quantizer import dequantize, quantize
 from precgraph.recipe import RopeRule
 from precgraph.runtime.engine import Engine
@@ -301,15 +302,14 @@ OTHER_MIXERS: dict[str, tuple[dict[str, Any], str]] = {
     "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 0, "mamba_dt_rank": 4},
               "model.layers.1.mamba: JambaMambaMixer is a recurrence"),
     "bamba": ({**_MAMBA, "attn_layer_indices": [0]}, "model.layers.1.mamba: BambaMixer is a recurrence"),
-    "falcon_h1": ({**_MAMBA, "mamba_d_ssm": 128},
-                  "model.layers.0.mamba: FalconH1Mixer is a recurrence over tokens beside attention"),
+    "falcon_h1": ({**_MAMBA, "mamba_d_ssm": 128}, "model.layers.0.mamba: FalconH1Mixer is a recurrence"),
     "zamba2": ({"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8, "num_mem_blocks": 1},
                "model.layers.0.mamba: Zamba2MambaMixer is a recurrence"),
     "granitemoehybrid": ({**_MAMBA, "layer_types": ["attention", "mamba"]},
                          "model.layers.1.mamba: GraniteMoeHybridMambaLayer is a recurrence"),
     "minimax": (_SECOND, "model.layers.1.self_attn: MiniMaxLightningAttention is a recurrence"),
     "lfm2": ({"layer_types": ["full_attention", "conv"]}, "model.layers.1.conv: Lfm2ShortConv is a convolution"),
-    "recurrent_gemma": ({}, "model.layers.0.temporal_block: RecurrentGemmaRecurrentBlock is a recurrence"),
+    "recurrent_gemma": ({}, "model.layers.0.temporal_block: RecurrentGemmaRecurrentBlock is a convolution"),
     "deepseek_v32": ({"num_key_value_heads": 4},
                      "model.layers.0.self_attn: DeepseekV32Attention is attention to keys that an indexer picks"),
     "rwkv": ({}, "RwkvForCausalLM has a state beside keys and values"),
@@ -329,6 +329,17 @@ def test_where_tokens_meet_otherwise_than_in_attention(kind: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"^{re.escape(message)}.*; models are served whose") as error:
         precgraph.check(tiny(kind, **own))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("phi4_multimodal", {"num_hidden_layers": 1}),  # convolutions in its tower for sound
+        ("granitemoehybrid", {**_MAMBA, "layer_types": ["attention", "attention"]}),  # of a class that can have a state
+    ],
+)
+def test_what_the_layers_do_not_run_refuses_no_model(kind: str, own: dict[str, Any]) -> None:
+    require_attention(tiny(kind, **own))
 
 
 def test_a_trace_that_fails_is_one_line_and_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:

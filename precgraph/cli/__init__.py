@@ -1,6 +1,6 @@
 """The ``precgraph`` command. Nothing here imports torch before a command runs, so that help is instant.
 
-Exit codes: 0 consistent or done, 1 inconsistent or a test failed, 2 could not.
+Exit codes: 0 consistent, done or (without --strict) not proved, 1 inconsistent or a test failed, 2 could not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ app = typer.Typer(
     cls=Group,
     name="precgraph",
     help="One model, one recipe, two programs: FP8 training and rollout with bitwise equal log-probabilities.",
-    epilog="Exit codes: 0 consistent or done, 1 inconsistent or a test failed, 2 could not.",
+    epilog="Exit codes: 0 consistent, done or (without --strict) not proved, 1 inconsistent or a test failed, "
+    "2 could not.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

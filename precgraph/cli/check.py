@@ -17,7 +17,7 @@ READS = {
     "weights": ("train", "infer", "fix", "diff"),
     "numerics": ("other", "train", "infer", "backend", "tokens", "seed", "prompt_file", "capture"),
     "env": ("other",),
-}  # beside MODEL, the formats, --suppressions and --baseline, which every level reads
+}  # beside MODEL, the formats, --strict, --suppressions and --baseline, which every level reads
 _INSTEAD = {"other": "name the sides with --train and --infer, and a file for the result with -o"}
 DEFAULT = "jet_rl"
 

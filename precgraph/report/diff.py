@@ -55,6 +55,7 @@ def diff_reports(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Findings that are new, fixed, or in another state (failing, suppressed, known), and all else that changed."""
     if a["level"] != b["level"]:
         raise InputError(f"the reports are of levels {a['level']} and {b['level']}", remedy="name two of one level")
+    a, b = ({"strict": False, **side} for side in (a, b))  # which older reports do not say
     old = {f["fingerprint"]: (f, state) for f, state in _states(a)}
     new = {f["fingerprint"]: (f, state) for f, state in _states(b)}
     moved = [
@@ -62,7 +63,9 @@ def diff_reports(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         for mark in old.keys() & new.keys()
         if old[mark][1] != new[mark][1]
     ]
-    fields = _fields(a, b, ("model", "sides", "backend", "device", "recipes", "recipe", "digests", "compared", "tool"))
+    fields = _fields(
+        a, b, ("model", "sides", "backend", "device", "recipes", "recipe", "digests", "compared", "tool", "strict")
+    )
     found: dict[str, Any] = {
         "new": [f for mark, (f, _) in new.items() if mark not in old],
         "fixed": [f for mark, (f, _) in old.items() if mark not in new],

@@ -80,7 +80,7 @@ def lowered(
 def trace_served(model: PreTrainedModel, traced: Trace | None, checkpoint: str | Path) -> Trace | None:
     """The trace of the model that the ``config.json`` of a served ``checkpoint`` describes; None if it has the program
     of ``model``. ``traced`` is the trace of that; without one it is made, if the two configs do not settle it."""
-    theirs = load_config_model(checkpoint)
+    theirs = load_config_model(checkpoint, warn=False)
     if program_config(model) == program_config(theirs):
         return None
     found, ours = trace(theirs), traced or trace(model)

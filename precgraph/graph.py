@@ -141,6 +141,14 @@ class PrecisionGraph:
         return list(dict.fromkeys(precision(n).segment for n in self if n.op == "call_function"))
 
     # ------------------------------------------------------------------------------------ views
+    def refused(self) -> list[fx.Node]:
+        """Of a lowered graph: the forward's nodes for which ``precgraph.compile`` refuses it. In a causal LM of exact
+        arithmetic these are kernels of which nothing says that they treat each token alone."""
+        if not self.causal_lm or (self.recipe or {}).get("arithmetic") != "exact":
+            return []
+        kernels = ((node, node.meta.get("kernel")) for node in self if precision(node).phase == "forward")
+        return [node for node, kernel in kernels if kernel is not None and kernel.row_invariant is None]
+
     def records(self) -> list[Record]:
         """The nodes as plain data, in order."""
         return [_record(n) for n in self.graph.nodes]

@@ -58,16 +58,20 @@ class Source:
     gguf: bool = False
 
 
-def load_config_model(model: str | Path | Source) -> PreTrainedModel:
+def load_config_model(model: str | Path | Source, *, warn: bool = True) -> PreTrainedModel:
     """The causal language model that MODEL describes, bf16, its parameters on the meta device: no weights are read.
 
-    A ``quantization_config`` is ignored, since the recipe says what is quantised; of another dtype than bfloat16 a
-    RoundingWarning says so. Raises InputError (missing path, malformed config, missing extra) or UnsupportedModelError
-    (unknown model type, remote code, not a causal LM).
+    A ``quantization_config`` is ignored, since the recipe says what is quantised. Masters of another dtype than
+    bfloat16 get a RoundingWarning, unless ``warn`` is False: where the weights are loaded too, or are not masters.
+    Raises InputError (missing path, malformed config, missing extra) or UnsupportedModelError (unknown model type,
+    remote code, not a causal LM).
     """
     source = find(model)
     config = _gguf_config(source) if source.gguf else _json_config(source)
-    return _building(source, lambda: skeleton(config))
+    built = _building(source, lambda: skeleton(config))
+    if warn:
+        _warn_of_rounding(source)
+    return built
 
 
 def load_model(model: str | Path | Source) -> PreTrainedModel:
@@ -82,11 +86,12 @@ def load_model(model: str | Path | Source) -> PreTrainedModel:
     if source.gguf:
         return _load_gguf(source, source.weights)
     StoredWeights.of(_json_config(source).to_dict(), str(source.config)).require_plain()
-    if Path(source.weights).is_dir():
+    if local := Path(source.weights).is_dir():
         Checkpoint(source.weights).require_masters()
-        return _from_pretrained(source, source.weights, use_safetensors=True)
     loaded = _from_pretrained(source, source.weights, use_safetensors=True)
-    Checkpoint(source.config.parent).require_masters()  # the hub's files, which are there now
+    if not local:
+        Checkpoint(source.config.parent).require_masters()  # the hub's files, which are there now
+    _warn_of_rounding(source)
     return loaded
 
 
@@ -246,19 +251,22 @@ def _json_config(source: Source) -> Any:
     quantization_table(data, str(source.config))
     config = _building(source, lambda: CONFIG_MAPPING[kind].from_dict(dict(data)))
     _require_shapes(source, config)
-    _warn_of_rounding(source, data.get("dtype") or data.get("torch_dtype"))
     return config
 
 
-def _warn_of_rounding(source: Source, dtype: Any) -> None:
-    """RoundingWarning for a config of another dtype than bfloat16, which engines may run in that."""
+def _warn_of_rounding(source: Source) -> None:
+    """RoundingWarning for masters whose config names another dtype than bfloat16, which engines may run in that."""
+    if source.gguf or not stored_weights(source).plain:
+        return
+    data = read_table(source.config)
+    dtype = data.get("dtype") or data.get("torch_dtype")
     if isinstance(dtype, str) and dtype != "bfloat16":
         warnings.warn(
             f"{source.config}: the config says {dtype}, and masters are bfloat16: this is the model as "
             "from_pretrained(..., dtype=torch.bfloat16) rounds it; run an engine with --dtype bfloat16, on a "
             "checkpoint saved so",
             RoundingWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

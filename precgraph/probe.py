@@ -72,7 +72,8 @@ def load_pair(model: str, train: str, infer: str, backend: str, env: Mapping[str
     source = find(model)
     with parsed_once():
         if served := dict.fromkeys(side.checkpoint for side in named if side.checkpoint):
-            described = load_config_model(source)  # on the meta device: another program is told before weights are read
+            # On the meta device: another program is told before weights are read.
+            described = load_config_model(source, warn=False)
             for checkpoint in served:
                 require_same_program(model, described, None, checkpoint)
         step(f"reading the weights of {model}")

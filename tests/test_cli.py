@@ -312,6 +312,12 @@ def test_what_is_not_proved_is_said(llama: Path, monkeypatch: pytest.MonkeyPatch
     precgraph.compile(causal_lm("llama"), "infer", Recipe.bf16())
     aten = run("check", llama, "--train", "bf16", "--infer", "bf16").stdout
     assert aten.startswith("not proved: ") and "precgraph.compile refuses" not in aten
+    assert [f.get("refused") for f in data["not_proved"]] == [True] * 2
+    other = json.loads(run("check", llama, "--train", "te", "--infer", "vllm", "--json").stdout)  # compile is not asked
+    points = [f for f in other["not_proved"] if f["op"] == "gated"]
+    assert len(points) == 2 and not any("refused" in f for f in points)
+    assert all(f["message"].endswith("is not known to be row-invariant") for f in points)
+    assert "precgraph.compile refuses" not in run("check", llama, "--train", "te", "--infer", "vllm").stdout
 
 
 def test_strict_fails_what_is_not_proved(llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -532,8 +538,8 @@ def test_a_config_of_float16_is_taken_as_bfloat16_and_said_once(tmp_path: Path) 
         assert line.startswith(f"note: {folders[name]}/config.json: the config says float16, and masters are bfloat16")
     plain = run("digest", folders["bfloat16"])
     assert plain.stdout == results["digest"].stdout and plain.stderr == ""
-    weights = run("check", folders["check"], "--level", "numerics", "--train", "bf16")  # and an error after the note
-    assert weights.exit_code == 2 and [x.partition(":")[0] for x in weights.stderr.splitlines()] == ["note", "error"]
+    weights = run("check", folders["check"], "--level", "numerics", "--train", "bf16")  # what is refused is not loaded
+    assert weights.exit_code == 2 and [x.partition(":")[0] for x in weights.stderr.splitlines()] == ["error"]
 
 
 # -------------------------------------------------------------------------------------------- show

@@ -107,6 +107,18 @@ def test_nothing_is_said_of_bfloat16(dtype: str | None, tmp_path: Path, recwarn:
     assert not [w for w in recwarn if issubclass(w.category, RoundingWarning)]
 
 
+def test_nothing_is_said_of_what_is_refused_or_no_master(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    path = write(tmp_path, {**LLAMA, "dtype": "float16"})
+    for bare in (path, tmp_path):  # neither has weights
+        with pytest.raises(PrecGraphError):
+            load_model(bare)
+    load_config_model(tmp_path, warn=False)
+    fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    write(tmp_path, {**LLAMA, "dtype": "float16", "quantization_config": fp8})
+    load_config_model(tmp_path)
+    assert not [w for w in recwarn if issubclass(w.category, RoundingWarning)]
+
+
 # ----------------------------------------------------------------------------------------- refused
 
 BAD_CONFIGS = {

@@ -573,9 +573,9 @@ def test_a_check_builds_and_traces_each_model_once(tmp_path: Path, monkeypatch: 
     def counted(name: str, *modules: str) -> None:
         real = getattr(sys.modules[modules[0]], name)
 
-        def call(*args: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
             calls[name] += 1
-            return real(*args)
+            return real(*args, **options)
 
         for module in modules:
             monkeypatch.setattr(sys.modules[module], name, call)

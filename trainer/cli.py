@@ -19,7 +19,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from precgraph.cli.console import Debug, Group, ending_with_its_reader, progress
+from precgraph.cli.console import Debug, Group, ending_with_its_reader, noting, progress
 from precgraph.cli.console import settings as options
 from precgraph.errors import PrecGraphError
 from trainer.changes import FILE, Changes, require_same_run, since
@@ -225,19 +225,20 @@ def _showing(console: Console, what: str) -> Iterator[None]:
 @contextmanager
 def _screen() -> Iterator[None]:
     """Libraries' bars kept off the screen, on which those of saving would run through the trainer's own; with
-    ``--debug``, what they say on it."""
+    ``--debug``, what they say on it. precgraph's warnings are notes of one line."""
     from transformers.utils.logging import get_verbosity, set_verbosity, set_verbosity_info
 
     from precgraph.loading import quietly
 
     if not options.debug:
-        with quietly():
+        with quietly(), noting():
             yield
         return
     before = get_verbosity()
     set_verbosity_info()  # type: ignore[no-untyped-call]
     try:
-        yield
+        with noting():
+            yield
     finally:
         set_verbosity(before)
 

@@ -45,9 +45,9 @@ def load_policy(table: ModelTable) -> PreTrainedModel:
 
 
 def load_description(table: ModelTable) -> Any:
-    """The model's config, without its weights."""
+    """The model's config, without its weights; what is rounded is said by :func:`load_policy`."""
     _find(table)
-    return load_config_model(table.path).config
+    return load_config_model(table.path, warn=False).config
 
 
 def cut(model: Any, layers: int) -> None:

@@ -110,9 +110,8 @@ def _quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             if not settings.debug:
                 warnings.simplefilter("ignore")
-            warnings.simplefilter("always", RoundingWarning)
-            warnings.showwarning = _noting(warnings.showwarning)
-            yield
+            with noting():
+                yield
     finally:
         if wanted is None:
             os.environ.pop(_VERBOSITY, None)
@@ -120,9 +119,11 @@ def _quiet() -> Iterator[None]:
             logging.getLogger(name).setLevel(level)
 
 
-def _noting(show: Callable[..., None]) -> Callable[..., None]:
-    """``warnings.showwarning`` with precgraph's own warnings as one line each, once in a command."""
-    said = set()
+@contextmanager
+def noting() -> Iterator[None]:
+    """Inside, a RoundingWarning, precgraph's own, is one line on stderr, ``note: ...``, once for each text whatever the
+    filters are. Other warnings are shown as before; the filters are as they were when it ends."""
+    said: set[str] = set()
 
     def shown(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if not issubclass(category, RoundingWarning):
@@ -131,7 +132,11 @@ def _noting(show: Callable[..., None]) -> Callable[..., None]:
             said.add(line)
             typer.echo(f"note: {line}", err=True)
 
-    return shown
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+        warnings.simplefilter("always", RoundingWarning)
+        warnings.showwarning = shown
+        yield
 
 
 @contextmanager

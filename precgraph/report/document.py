@@ -15,7 +15,7 @@ import precgraph
 from precgraph import strict_json
 from precgraph.errors import CheckError, InputError
 from precgraph.report.suppress import Suppression, judge
-from precgraph.verify.report import REFUSED, Finding, Report, causes, counted, fold, plain
+from precgraph.verify.report import Finding, Report, causes, counted, fold, plain
 from precgraph.verify.rules import RULES
 
 SCHEMA = 1
@@ -149,7 +149,7 @@ def how_many(compared: Mapping[str, Any]) -> str:
 
 def refused(document: Mapping[str, Any]) -> list[str]:
     """The operators of points for which ``precgraph.compile`` refuses the rollout's program."""
-    return list(dict.fromkeys(f["op"] for f in document["not_proved"] if f["message"].endswith(REFUSED)))
+    return list(dict.fromkeys(f["op"] for f in document["not_proved"] if f.get("refused")))
 
 
 def verdict(document: Mapping[str, Any]) -> tuple[str, str]:

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from precgraph.errors import InputError, UnsupportedModelError
 from precgraph.graph import PrecisionGraph, TensorSpec, precision, tensor
 from precgraph.lowering.program import Program
-from precgraph.lowering.registry import Kernel
 from precgraph.runtime.inputs import Packed
 
 
@@ -64,11 +63,9 @@ def require_own_forward(model: nn.Module) -> None:
 
 def require_token_local(program: Program) -> None:
     """UnsupportedModelError for an operator that may mix the sequences of a batch, or round by its size."""
-    for node in program.graph:
-        kernel: Kernel | None = node.meta.get("kernel")
-        if kernel and precision(node).phase == "forward" and kernel.row_invariant is None:
-            raise UnsupportedModelError(
-                f"{kernel.op} is not known to treat each token alone, so trainer and rollout could differ",
-                path=precision(node).module or None,
-                remedy="a family needs a rule in precgraph/passes/raise_ops.py and an exact kernel for it",
-            )
+    for node in program.graph.refused():
+        raise UnsupportedModelError(
+            f"{node.meta['kernel'].op} is not known to treat each token alone, so trainer and rollout could differ",
+            path=precision(node).module or None,
+            remedy="a family needs a rule in precgraph/passes/raise_ops.py and an exact kernel for it",
+        )

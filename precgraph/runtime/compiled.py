@@ -358,8 +358,7 @@ def _compiled(
         raise UnsupportedModelError(f"{type(model).__name__} has no parameter or buffer: there is nothing to compile")
     device = target(traced.tensors.values())
     program = build_lowered(traced.graph, mode, recipe, backend, device, recompute)
-    if traced.graph.causal_lm and recipe.arithmetic == "exact":
-        require_token_local(program)
+    require_token_local(program)
     masters = dict(traced.tensors)
     store = shared.store if shared else WeightStore(masters, checked=checked)
     if checked:

@@ -17,12 +17,14 @@ Sides = tuple[Resolved, Resolved]
 
 
 def explain(report: Report, sides: Sides, modules: Sequence[str], env: Mapping[str, str]) -> Report:
-    """The report with what to set in each stack, and with notes on the patterns of their skip lists. ``modules`` and
-    ``env`` are what the sides were resolved with."""
+    """The report with what to set in each stack, and with notes on the patterns of their skip lists; without what
+    compile refuses, where it is a stack that serves. ``modules`` and ``env`` are what the sides were resolved with."""
     found = ways(sides, modules, env)
     violations = tuple(replace(f, remedy=_remedy(f, sides, found)) for f in report.violations)
     notes = [note for r, which in zip(sides, ("training", "rollout"), strict=True) for note in _skip_notes(r, which)]
-    return replace(report, violations=violations, notes=(*report.notes, *notes))
+    foreign = sides[1].side.stack is not None
+    points = tuple(f.without_refusal() if foreign and f.refused else f for f in report.not_proved)
+    return replace(report, violations=violations, notes=(*report.notes, *notes), not_proved=points)
 
 
 def _remedy(finding: Finding, sides: Sides, found: Sequence[Way]) -> str:

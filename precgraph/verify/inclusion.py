@@ -22,7 +22,7 @@ from precgraph.recipe import BACKWARD_RULES
 from precgraph.verify.align import Aligner, Alignment
 from precgraph.verify.program import Program, canonicalise, describe, lineage, same_tensor
 from precgraph.verify.regions import Region, Regions
-from precgraph.verify.report import REFUSED, Finding, Report
+from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, rule
 from precgraph.verify.signature import Difference, local_differences
 
@@ -286,18 +286,16 @@ class Inclusion:
     def _row_invariance(self) -> Iterator[Finding]:
         if self.kernels and not any("kernel" in node.meta for node in self.graphs[1]):
             yield _note("row_invariant", message="the rollout's graph was read from data, which has no kernels")
-        # What compile takes: it refuses a causal LM of exact arithmetic, and only what it knows nothing of.
-        rollout = self.graphs[1]
-        exact = rollout.causal_lm and (rollout.recipe or {}).get("arithmetic") == "exact"
-        for node in rollout:
+        refused = set(self.graphs[1].refused())
+        for node in self.graphs[1]:
             kernel = node.meta.get("kernel")
             if kernel is None or node.name not in self.forward or kernel.row_invariant:
                 continue
             record = self.infer.records[node.name]
             known = "not row-invariant" if kernel.row_invariant is False else "not known to be row-invariant"
             message = f"{record.op} ({kernel.numerics}) is {known}"
-            message += f"; {REFUSED}" if exact and kernel.row_invariant is None else ""
-            yield _note("row_invariant", record.precision.module, record.name, record.op, message=message)
+            note = _note("row_invariant", record.precision.module, record.name, record.op, message=message)
+            yield note.with_refusal() if node in refused else note
 
 
 def _note(

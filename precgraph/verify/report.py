@@ -11,8 +11,7 @@ from precgraph.verify.rules import Rule
 
 SCHEMA = 1
 
-# How the message of a point ends that compile refuses: an operator of a causal LM of exact arithmetic, of which nothing
-# says that it treats each token alone.
+# How the message of a point ends for which compile refuses the rollout's program (PrecisionGraph.refused).
 REFUSED = "precgraph.compile refuses this program"
 
 
@@ -22,7 +21,8 @@ class Finding:
 
     ``node`` is the node's name in the rollout graph, or in the training graph where the rollout has none;
     ``inherited`` counts the nodes downstream that differ only because this one does; ``codes`` are those of the
-    attributes, one each, where they are not all ``code``.
+    attributes, one each, where they are not all ``code``; ``refused`` says that precgraph.compile refuses the rollout's
+    program for it.
     """
 
     code: str
@@ -36,6 +36,15 @@ class Finding:
     remedy: str
     inherited: int = 0
     codes: tuple[str, ...] = ()
+    refused: bool = False
+
+    def with_refusal(self) -> Finding:
+        """This point as one for which compile refuses the program, which its message says too."""
+        return replace(self, message=f"{self.message}; {REFUSED}", refused=True)
+
+    def without_refusal(self) -> Finding:
+        """This point where another engine runs the rollout, which compile is not asked for."""
+        return replace(self, message=self.message.removesuffix(f"; {REFUSED}"), refused=False)
 
     def numbers(self) -> tuple[str, ...]:
         """Every code that the finding has to do with, without its name: ``("PG103", "PG105")``."""
@@ -146,8 +155,10 @@ def _text(row: Row, prefix: str, *, remedy: bool) -> Iterator[str]:
 
 
 def plain(finding: Finding) -> dict[str, Any]:
-    """A finding as JSON data."""
+    """A finding as JSON data; ``refused`` is there only where it is so."""
     data = asdict(finding) | {"codes": finding.numbers()}
+    if not finding.refused:
+        del data["refused"]
     return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.trainer import tiny
-from trainer import checkpoint, loop, rollout_vllm
+from trainer import checkpoint, cli, loop, rollout_vllm
 from trainer.changes import FILE
 from trainer.cli import app, guarded
 from trainer.config import load_run
@@ -65,6 +65,20 @@ def test_a_run_in_parts(
 
 def _flat(capsys: pytest.CaptureFixture[str]) -> str:
     return "".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("debug", [(), ("--debug",)])
+def test_rounded_masters_are_one_note(
+    debug: tuple[str, ...], config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(cli.options, "debug", False)
+    described = tmp_path / "policy" / "config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"dtype": "float16"}))
+    assert call(*debug, "run", config, "--dry-run") == 0
+    said = capsys.readouterr().err
+    (line,) = (line for line in said.splitlines() if "the config says float16" in line)
+    assert line.startswith(f"note: {described}: ") and "RoundingWarning" not in said
 
 
 def test_a_life_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,7 @@ class LLM:
         self._handles = Handles()
         refuse(engine_args)
         # A bad model fails here, with a typed error, and not in a worker.
-        self.vocabulary = int(load_config_model(model).config.vocab_size)
+        self.vocabulary = int(load_config_model(model, warn=False).config.vocab_size)
         variables = {RUNNER: str(int(asks_for_v2())), **(IN_PROCESS if actor is not None else {})}
         with preserved_state(), environment(variables), requests_checked(), default_stream():
             self.engine = self._start(str(model), engine_args)

@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.gpu.decode_attention [--context 640] [--batch 64 256 512]``. Heads are Qwen3-8B's: 32, on 8 of
 keys, of width 128; one query a sequence, one split. Keys and values count once, and the share is of the card's copy
-bandwidth. In the engine a bound of 1 is that of graphs of decoding steps alone: with it FA3 masks nothing, which is
-right for one query. Graphs that serve steps with prompts too have a bound of 2, under which it masks. ``equal`` says
-whether the bits are those of pages of 16 tokens under the largest bound here, the least that the trainer sets.
+bandwidth. The engine's graphs have a bound of 2 at this width, for they serve steps with prompts too: under 1 FA3 may
+leave the causal mask out, which is right for one query alone. ``equal`` says whether the bits are those of pages of 16
+tokens under the largest bound here, the least that the trainer sets.
 """
 
 from __future__ import annotations

@@ -165,7 +165,6 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
         if document[key]
     ]
     points = counted(len(document["not_proved"]), "point") if document["not_proved"] else ""
-    which = f"{points}, {'which fails' if len(document['not_proved']) == 1 else 'which fail'} under --strict"
     if failing:
         inherited = sum(f["inherited"] for f in failing)
         places = counted(len(failing), {"weights": "tensor", "env": "fact"}.get(document["level"], "node"))
@@ -192,11 +191,12 @@ def verdict(document: Mapping[str, Any]) -> tuple[str, str]:
     if document["fixed"]:
         parts.append(f"{len(document['fixed'])} of the baseline {'is' if len(document['fixed']) == 1 else 'are'} fixed")
     if points:
-        said = which if document.get("strict") else points
+        if document.get("strict"):
+            points += f", which {'fails' if len(document['not_proved']) == 1 else 'fail'} under --strict"
         if failing or unused:
-            parts.append(f"not proved: {said}")
+            parts.append(f"not proved: {points}")
         else:
-            word, parts = "not proved", [said, *parts]
+            word, parts = "not proved", [points, *parts]
     return word, "; ".join(parts)
 
 

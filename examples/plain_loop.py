@@ -55,11 +55,11 @@ def train(
     parameters = [p for p in actor.parameters() if p.requires_grad]
     masters = [torch.nn.Parameter(p.detach().float()) for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=lr, weight_decay=0.0)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids)
+    params = SamplingParams(n=samples, max_tokens=max_tokens, temperature=temperature, stop_token_ids=stop_token_ids)
     torch.manual_seed(seed)
     history = []
     for step in range(steps):
-        batch = engine.generate([p for p in prompts for _ in range(samples)], params)
+        batch = engine.generate(prompts, params)
         rewards = torch.tensor([reward(s.prompt_token_ids, s.token_ids) for s in batch])
         credit = advantages(rewards.reshape(len(prompts), samples))
 

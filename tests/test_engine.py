@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_seeds() -> None:
     prompt = prompts_of((12,))[0]
     state = torch.get_rng_state()
     params = [SamplingParams(max_tokens=n, seed=s) for n, s in ((6, 5), (12, 5), (6, 6))]
-    with pytest.warns(UserWarning, match="prompts 0 and 1 are equal and so is their seed, 5"):
+    with pytest.warns(UserWarning, match="samples 0 and 1 have equal prompts and one seed, 5"):
         seeded = engine.generate([prompt] * 3, params)
     engine.generate([prompt], SamplingParams(temperature=0))
     assert torch.equal(torch.get_rng_state(), state)
@@ -172,6 +173,29 @@ def test_seeds() -> None:
     assert torch.equal(torch.rand(1), after)
     again = engine.generate([prompt] * 3, [SamplingParams(max_tokens=6, seed=s) for s in drawn])
     assert outputs(again) == outputs(free)
+
+
+def test_n_samples_of_a_prompt_are_n_requests() -> None:
+    """Prompt after prompt, each with the numbers of its own seed and the trainer's log-probabilities."""
+    actor, rollout = pair("qwen2")
+    engine = Engine(rollout)
+    prompts = prompts_of((12, 5))
+    params = [SamplingParams(max_tokens=6, seed=s, n=n, temperature=0.7, top_k=20) for s, n in ((7, 3), (7, 1))]
+    ones = [replace(p, n=1, seed=p.seed + j) for p in params for j in range(p.n)]  # type: ignore[operator]
+    done = engine.generate(prompts, params)
+    assert outputs(done) == outputs(engine.generate([prompts[0]] * 3 + [prompts[1]], ones))
+    assert len({tuple(c.token_ids) for c in done[:3]}) == 3
+    assert worst_difference(actor, done, ones, "left") == 0.0
+    done[0].prompt_token_ids.clear()
+    assert done[1].prompt_token_ids == prompts[0]
+
+    torch.manual_seed(11)
+    free = engine.generate(prompts, SamplingParams(max_tokens=6, n=2))
+    torch.manual_seed(11)
+    repeated = engine.generate([p for p in prompts for _ in range(2)], SamplingParams(max_tokens=6))
+    assert outputs(free) == outputs(repeated)
+    with pytest.warns(UserWarning, match="samples 1 and 2 have equal prompts and one seed, 8"):
+        engine.generate([prompts[0]] * 2, [SamplingParams(max_tokens=2, seed=s, n=n) for s, n in ((7, 2), (8, 1))])
 
 
 def test_equal_samples_are_warned_of_once_a_call() -> None:

@@ -212,12 +212,28 @@ def test_a_row_of_nan_draws_some_token_where_nothing_waits(monkeypatch: pytest.M
         ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", True), ("temperature", -0.1), ("temperature", math.nan),
         ("temperature", math.inf), ("temperature", 1e-9), ("temperature", "1"), ("top_p", 0.0), ("top_p", 1.1),
         ("top_p", math.nan), ("top_k", -1), ("top_k", 2.0), ("seed", -1), ("seed", 2**63), ("seed", 0.5),
+        ("n", 0), ("n", 1.5), ("n", True),
         ("stop_token_ids", [-1]), ("stop_token_ids", 5), ("stop_token_ids", "ab"), ("stop_token_ids", [1.0]),
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_errors_that_name_them(name: str, value: Any) -> None:
     with pytest.raises(InputError, match=f"SamplingParams.{name} must be"):
         SamplingParams(**{name: value})
+
+
+def test_samples_of_one_prompt_have_seeds_of_their_own() -> None:
+    params = SamplingParams(top_k=3, seed=2**63 - 3, n=3)
+    assert params.each() == [SamplingParams(top_k=3, seed=2**63 - i) for i in (3, 2, 1)]
+    assert SamplingParams(n=2).each() == [SamplingParams()] * 2
+    with pytest.raises(InputError, match="seed must be at most 2"):
+        SamplingParams(seed=2**63 - 3, n=4)
+    with pytest.raises(InputError, match="n must be 1 with temperature 0"):
+        SamplingParams(temperature=0, n=2)
+
+
+def test_stop_strings_are_refused_by_name() -> None:
+    with pytest.raises(InputError, match=re.escape("stop = ['.']: text is not looked at; end requests at stop_token")):
+        SamplingParams(stop=["."])  # type: ignore[arg-type]
 
 
 def test_stop_ids_are_kept_as_a_tuple() -> None:

@@ -101,18 +101,19 @@ class Engine:
         *,
         progress: bool = False,
     ) -> list[Completion]:
-        """Sample a continuation of every prompt; ``params`` are one for all, or one a prompt. Results in their order.
+        """Sample ``n`` continuations of every prompt; ``params`` are one for all, or one a prompt.
 
-        A request without a seed draws one from torch's global generator, which is otherwise left alone; equal prompts
-        with one seed get equal samples, and a UserWarning. ``progress`` shows a bar on stderr. StaleWeightsError if the
-        masters have changed since ``actor.sync()``; InputError, before anything runs, for a prompt that is empty, too
-        long, or holds ids outside the vocabulary.
+        Results in the order of the prompts, the ``n`` of a prompt one after another. A request without a seed draws one
+        from torch's global generator, which is otherwise left alone; equal prompts with one seed get equal samples, and
+        a UserWarning. ``progress`` shows a bar on stderr. StaleWeightsError if the masters have changed since
+        ``actor.sync()``; InputError, before anything runs, for a prompt that is empty, too long, or holds ids outside
+        the vocabulary.
         """
         store, pool = self._compiled.store, self.cache.pool
         self._compiled.ready()
         version = store.version
         requests = self._requests(prompt_token_ids, params)
-        warn_of_equal_samples([r.prompt for r in requests], [r.params for r in requests], stacklevel=2)
+        warn_of_equal_samples([(r.prompt, r.params) for r in requests], stacklevel=2)
         scheduler = Scheduler(pool, requests, self._max_batch_tokens, self._max_sequences)
         pool.serve(version)
         try:
@@ -173,7 +174,7 @@ class Engine:
         if not all(isinstance(p, SamplingParams) for p in each) or len(each) != len(prompts):
             raise InputError(f"params must be one SamplingParams, or a sequence of {len(prompts)}: one a prompt")
         checked = [(self._prompt(i, prompt, p), p) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
-        return [Request(ids, p, _seed(p)) for ids, p in checked]
+        return [Request(list(ids), one, _seed(one)) for ids, p in checked for one in p.each()]
 
     def _prompt(self, index: int, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """The ids of prompt ``index`` as integers; InputError for what cannot be served."""

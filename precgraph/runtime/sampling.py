@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -34,8 +34,10 @@ class SamplingParams:
     ``top_k`` (0: all) keeps the k likeliest tokens, then ``top_p`` the smallest set of likeliest ones that holds at
     least that share of what top_k kept; among equals the lower id comes first. A token of ``stop_token_ids`` ends the
     request and is its last token; nothing else does, so pass the tokenizer's end token. ``seed`` fixes the request's
-    draws, so equal prompts with one seed get equal samples: give each of a group its own, or none, which draws one from
-    torch's global generator. InputError for a value out of range.
+    draws, so equal prompts with one seed get equal samples: give each its own, or none, which draws one from torch's
+    global generator. ``n`` samples of a prompt are ``n`` requests, sample j of them with ``seed + j``, as vLLM counts;
+    of a greedy request there is one. ``stop``, vLLM's stop strings, is refused: requests are token ids, and no text.
+    InputError for that, and for a value out of range.
     """
 
     max_tokens: int = 16
@@ -44,6 +46,8 @@ class SamplingParams:
     top_k: int = 0
     stop_token_ids: Sequence[int] = ()
     seed: int | None = None
+    n: int = 1
+    stop: None = None
 
     def __post_init__(self) -> None:
         _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
@@ -62,6 +66,15 @@ class SamplingParams:
             self.seed,
             "None or 0 to 2**63 - 1",
         )
+        _require(_is_int(self.n) and self.n >= 1, "n", self.n, "an integer from 1")
+        _require(self.n == 1 or not self.greedy, "n", self.n, "1 with temperature 0, whose samples would be equal")
+        _require(self.seed is None or self.seed + self.n - 1 <= MAX_SEED, "seed", self.seed, "at most 2**63 - n")
+        if self.stop is not None:
+            raise InputError(
+                f"SamplingParams.stop = {self.stop!r}: text is not looked at",
+                remedy="end requests at stop_token_ids, or cut what you decode; precgraph.vllm.LLM takes "
+                "vllm.SamplingParams(stop=...) too, where the checkpoint has a tokenizer",
+            )
         stops = self.stop_token_ids
         ids = isinstance(stops, Sequence) and not isinstance(stops, str) and all(_is_int(t) and t >= 0 for t in stops)
         _require(ids, "stop_token_ids", stops, "a sequence of token ids")
@@ -75,6 +88,15 @@ class SamplingParams:
     def truncated(self) -> bool:
         """Whether some tokens cannot be drawn."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+    def each(self) -> list[Self]:
+        """The parameters of each of the ``n`` samples, as of a request of its own."""
+        return [replace(self, n=1, seed=seed) for seed in seeds_of(self.seed, self.n)]
+
+
+def seeds_of(seed: int | None, n: int) -> list[int | None]:
+    """Those of a prompt's ``n`` samples, numbered as vLLM does (``ParentRequest``, 0.32): ``seed + j``, or none."""
+    return [None if seed is None else seed + j for j in range(n)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,20 +191,21 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
     return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature, sums), kept)
 
 
-def warn_of_equal_samples(prompts: Sequence[Sequence[int]], params: Sequence[Any], stacklevel: int) -> None:
+def warn_of_equal_samples(requests: Iterable[tuple[Sequence[int], Any]], stacklevel: int) -> None:
     """One UserWarning where requests that draw share prompt and seed: a group of equal samples has no advantages.
 
-    ``params``, one a prompt, are ours or vLLM's; ``stacklevel`` is that of :func:`warnings.warn` in the caller.
+    ``requests`` are prompts, each with its params, ours or vLLM's; ``stacklevel`` is that of :func:`warnings.warn` in
+    the caller.
     """
     first: dict[Any, int] = {}
-    for i, (ids, p) in enumerate(zip(prompts, params, strict=True)):
+    for i, (ids, p) in enumerate(requests):
         if p.seed is None or p.temperature < MIN_TEMPERATURE:  # draws of its own, or none
             continue
         other = first.setdefault((p.seed, p.temperature, p.top_p, p.top_k, tuple(ids)), i)
         if other != i:
             warnings.warn(
-                f"prompts {other} and {i} are equal and so is their seed, {p.seed}: their samples are equal too; for "
-                "samples that differ leave the seed out (torch.manual_seed fixes the draws of all requests without "
+                f"samples {other} and {i} have equal prompts and one seed, {p.seed}: they are equal too; for samples "
+                "that differ pass n, leave the seed out (torch.manual_seed fixes the draws of all requests without "
                 "one), or pass a list of params with a seed each",
                 stacklevel=stacklevel + 1,
             )

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 import precgraph
 from tests.families import VOCABULARY, causal_lm
@@ -64,6 +66,13 @@ def prompts() -> list[list[int]]:
     rng = random.Random(3)
     made = [[rng.randrange(3, VOCABULARY) for _ in range(n)] for n in (1, 7, 63, 128, 129, 200, 333)]
     return [*made, [*made[5][:150], 5, 6, 7], [*made[6][:300], 9]]
+
+
+def with_tokenizer(saved: tuple[Any, str]) -> tuple[Any, str]:
+    """A checkpoint with a tokenizer whose token i is the word ``t{i}``."""
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(saved[1])
+    return saved
 
 
 def largest_difference(actor: Any, samples: Sequence[Any], temperatures: Sequence[float] | float) -> float:

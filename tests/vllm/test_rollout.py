@@ -20,10 +20,11 @@ from precgraph.errors import InputError
 from precgraph.loading import load_model
 from precgraph.runtime.engine import Engine
 from precgraph.runtime.sampling import SamplingParams
-from precgraph.runtime.vllm import RUNNER
+from precgraph.runtime.vllm import RUNNER, SEED
 from precgraph.runtime.vllm.temperature import LEAST
 from tests.families import CAUSAL_LMS, MORE_LMS, causal_lm
-from tests.vllm.conftest import largest_difference
+from tests.rollouts import outputs
+from tests.vllm.conftest import largest_difference, with_tokenizer
 
 pytestmark = pytest.mark.vllm
 MAIN = ("qwen3", "llama", "mistral")
@@ -222,12 +223,45 @@ def test_seeded_requests_through_chunked_prefill(pair: tuple[Any, Any], prompts:
     assert [s.token_ids for s in mine] == [list(t) for t in tokens[0]]
 
 
+def test_n_samples_of_a_prompt(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    """By ours and by vLLM's parameters: those that the embedded engine draws for a list of seeds, prompt by prompt."""
+    from vllm import SamplingParams as VllmParams
+
+    actor, llm = pair
+    seeds = [SamplingParams(max_tokens=6, temperature=0.7, top_k=20, seed=3 + j) for j in range(3)]
+    flat = [p for p in prompts[1:3] for _ in seeds]
+    wanted = Engine(precgraph.compile(actor, "infer")).generate(flat, seeds * 2)
+    ours = SamplingParams(max_tokens=6, temperature=0.7, top_k=20, seed=3, n=3)
+    theirs = VllmParams(max_tokens=6, temperature=0.7, top_k=20, seed=3, n=3, ignore_eos=True)
+    for params in (ours, theirs):
+        done = llm.generate(prompts[1:3], params)
+        assert outputs(done) == outputs(wanted)
+        assert largest_difference(actor, done, 0.7) == 0.0
+    assert theirs.n == 3 and theirs.seed == 3
+    with pytest.raises(InputError, match="n = 2 would share one"):
+        llm.generate([[1]], VllmParams(n=2, extra_args={SEED: 1}))
+
+
+def test_stop_strings_of_vllm_cut_a_sample_and_change_no_bit(
+    checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]]
+) -> None:
+    from vllm import SamplingParams as VllmParams
+
+    llm = start(with_tokenizer(checkpoint("llama"))[1], skip_tokenizer_init=False)
+    (whole,) = llm.generate([prompts[1]], VllmParams(max_tokens=12, seed=5, ignore_eos=True))
+    stop = f"t{whole.token_ids[6]}"
+    (cut,) = llm.generate([prompts[1]], VllmParams(max_tokens=12, seed=5, ignore_eos=True, stop=[stop]))
+    end = 1 + next(i for i, t in enumerate(whole.token_ids) if f"t{t}".startswith(stop))
+    assert cut.finish_reason == "stop"
+    assert (cut.token_ids, cut.logprobs) == (whole.token_ids[:end], whole.logprobs[:end])
+
+
 def test_equal_samples_are_warned_of_once_a_call(pair: tuple[Any, Any]) -> None:
     from vllm import SamplingParams as VllmParams
 
     llm = pair[1]
     for kind in (SamplingParams, VllmParams):
-        with pytest.warns(UserWarning, match="prompts 0 and 1 are equal and so is their seed, 1") as seen:
+        with pytest.warns(UserWarning, match="samples 0 and 1 have equal prompts and one seed, 1") as seen:
             done = llm.generate([[1, 2, 3]] * 3, kind(max_tokens=6, seed=1))
         assert [w.filename for w in seen if w.category is UserWarning] == [__file__]
         assert len({tuple(s.token_ids) for s in done}) == 1
@@ -273,18 +307,18 @@ REFUSED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*REFUSED, "structured_outputs", "n"])
+@pytest.mark.parametrize("name", [*REFUSED, "structured_outputs"])
 def test_what_changes_the_distribution_is_refused(pair: tuple[Any, Any], name: str) -> None:
     """By our LLM with a typed error, and, where the engine is used directly, by the engine's front end."""
     from vllm import SamplingParams as VllmParams
     from vllm.sampling_params import StructuredOutputsParams
 
     llm = pair[1]
-    values = {**REFUSED, "structured_outputs": StructuredOutputsParams(regex="a+"), "n": 2}
+    values = {**REFUSED, "structured_outputs": StructuredOutputsParams(regex="a+")}
     params = VllmParams(max_tokens=4, **{name: values[name]})
     with pytest.raises(InputError, match=f"^{name} = "):
         llm.generate([[1, 2, 3]], params)
-    if name not in ("n", "logprobs", "structured_outputs"):  # served, and refused by vLLM's own checks before ours
+    if name not in ("logprobs", "structured_outputs"):  # refused by vLLM's own checks before ours
         with pytest.raises(Exception, match=f"{name} = "):  # of a class that depends on the version
             llm.engine.generate([{"prompt_token_ids": [1, 2, 3]}], params, use_tqdm=False)
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids

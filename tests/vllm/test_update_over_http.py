@@ -17,12 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 import precgraph
-from tests.families import VOCABULARY
-from tests.vllm.conftest import train_step
+from tests.vllm.conftest import train_step, with_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vllm_serve.py"
@@ -60,12 +57,6 @@ def server(model: str, actor: Any, log: Path, *arguments: str) -> Iterator[str]:
     finally:
         process.terminate()
         process.wait(30)
-
-
-def with_tokenizer(saved: tuple[Any, str]) -> tuple[Any, str]:
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCABULARY)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0", eos_token="t1").save_pretrained(saved[1])
-    return saved
 
 
 def test_an_update_and_what_ends_the_use_of_older_keys(checkpoint: Callable[..., Any], tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class LLM:
     def generate(
         self, prompt_token_ids: Sequence[Sequence[int]], params: Any, *, progress: bool = False
     ) -> list[Sample]:
-        """Sample a continuation of every prompt; results in their order.
+        """Sample ``n`` continuations of every prompt; results in their order, those of a prompt one after another.
 
         ``params`` are vLLM's ``SamplingParams`` or :class:`precgraph.runtime.sampling.SamplingParams`, one for all or
         one a prompt. A request without a seed takes one from torch's global generator; equal prompts with one seed get
@@ -135,7 +135,7 @@ class LLM:
         hold NaN or infinity. One that breaks off, by Ctrl-C too, leaves no request in the engine, nor anything in the
         prefix cache.
         """
-        from precgraph.runtime.vllm.params import completion_fields, request_of
+        from precgraph.runtime.vllm.params import completion_fields, request_of, samples_of
 
         self._require_ready()
         if not isinstance(prompt_token_ids, Sized):
@@ -146,8 +146,10 @@ class LLM:
             raise InputError(f"{len(prompt_token_ids)} prompts but {len(each)} sampling parameters")
         prompts = [prompt_ids(f"prompt {i}", p, self.vocabulary) for i, p in enumerate(prompt_token_ids)]
         self._require_room(prompts)
-        asked = [request_of(p) for p in each]
-        warn_of_equal_samples(prompts, each, stacklevel=3)  # past one_at_a_time
+        requests = [(ids, one) for ids, p in zip(prompts, each, strict=True) for one in samples_of(p)]
+        inputs = [{"prompt_token_ids": ids} for ids, _ in requests]
+        asked = [request_of(p) for _, p in requests]
+        warn_of_equal_samples(requests, stacklevel=3)  # past one_at_a_time
         names = [p.extra_args.get(RECORD) for p in asked]
         cut = [name for name in names if name is not None]
         version = self._served
@@ -155,7 +157,7 @@ class LLM:
             if cut:
                 self._call("precgraph_expect", cut)
             with rare_full_collections(), deaths_end_steps(self.engine.llm_engine.engine_core), default_stream():
-                outputs = self.engine.generate([{"prompt_token_ids": p} for p in prompts], asked, use_tqdm=progress)
+                outputs = self.engine.generate(inputs, asked, use_tqdm=progress)
             records = self._call("precgraph_take", cut)[0]["records"] if cut else {}
         except BaseException as error:
             if self._broken is None:

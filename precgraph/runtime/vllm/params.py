@@ -12,7 +12,7 @@ from vllm import SamplingParams as VllmParams
 
 from precgraph.errors import InputError
 from precgraph.runtime.limits import MIN_TEMPERATURE
-from precgraph.runtime.sampling import MAX_SEED, SamplingParams
+from precgraph.runtime.sampling import MAX_SEED, SamplingParams, seeds_of
 from precgraph.runtime.vllm import RECORD, SEED
 from precgraph.runtime.vllm.replies import kept_masses
 from precgraph.runtime.vllm.temperature import require_served
@@ -123,15 +123,28 @@ class ExactGate(*logits_processors()):  # type: ignore[misc]
         pass
 
 
-def request_of(params: Any) -> Any:
-    """vLLM's parameters for one request, with a seed, and a name for its record if some tokens cannot be drawn."""
+def samples_of(params: Any) -> list[Any]:
+    """The parameters of each of a prompt's ``n`` samples, of the class of ``params``, ours or vLLM's.
+
+    A request of its own for each: vLLM's own children of a request would share one seed of ours and one record.
+    """
     if isinstance(params, SamplingParams):
-        params = to_vllm(params)
+        return list(params.each())
     if not isinstance(params, VllmParams):
         raise InputError(f"params are a {type(params).__name__}", remedy="pass SamplingParams, precgraph's or vLLM's")
     require_exact(params)
-    if params.n != 1:
-        raise InputError(f"n = {params.n} is refused", remedy="repeat the prompt: the prefix cache shares its blocks")
+    samples = []
+    for seed in seeds_of(params.seed, params.n):
+        samples.append(params.clone())
+        samples[-1].n, samples[-1].seed = 1, seed
+    return samples
+
+
+def request_of(params: Any) -> Any:
+    """vLLM's parameters for one sample, with a seed, and a name for its record if some tokens cannot be drawn."""
+    if isinstance(params, SamplingParams):
+        params = to_vllm(params)
+    require_exact(params)
     asked, own = params.clone(), of_vllm(params)
     seed = asked.seed
     if seed is None and not own.greedy:

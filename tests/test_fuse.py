@@ -26,7 +26,6 @@ from tests.families import causal_lm
 FORWARD = {"norm", "gated", "rotated", "projections"}
 BACKWARD = {
     "norm",
-    "gated",
     "rotated",
     "rotated_backward",
     "norm_backward",

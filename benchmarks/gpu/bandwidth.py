@@ -121,9 +121,12 @@ def units(T: int, K: int, activation: str) -> Iterator[Case]:
 
     yield Case(f"{activation}·mul bf16", shape, n * 6, forward(want_value=True))
     yield Case(f"{activation}·mul rows", shape, n * (4 + ONE), forward(rows_fmt=ROWS))
+    yield Case(f"{activation}·mul tokens", shape, n * (4 + ONE), forward(tokens_fmt=TOKENS))
     yield Case(f"{activation}·mul rows+tokens", shape, n * (4 + BOTH), forward(**FUSED))
     yield Case(f"{activation}·mul bwd bf16", shape, n * 10, backward(want_value=True))
     yield Case(f"{activation}·mul bwd rows+tokens", shape, n * (6 + 2 * BOTH), backward(**FUSED))
+    again = backward(unit_fmt=TOKENS, **FUSED)
+    yield Case(f"{activation}·mul bwd rows+tokens, unit tokens", shape, n * (6 + 2 * BOTH + ONE), again)
 
 
 def norms(T: int, K: int) -> Iterator[Case]:

@@ -115,11 +115,20 @@ def norm_backward_add(node: fx.Node) -> list[fx.Node]:
 
 
 def gated_backward_quantize(node: fx.Node) -> list[fx.Node]:
-    """A gated unit's backward and the quantisers of both gradients."""
+    """A gated unit's backward, the quantisers of both gradients, and the unit, if it is made again for quantisers."""
     if not is_call(node, ops.gated_backward):
         return []
     parts = _users(node, operator.getitem)
-    return [node, *parts, *(q for part in parts for q in _quantizers(part))]
+    return [*_made_again(node, ops.gated), node, *parts, *(q for part in parts for q in _quantizers(part))]
+
+
+def _made_again(backward: fx.Node, target: Callable[..., object]) -> list[fx.Node]:
+    """What a backward's operands are those of, repeated in that backward for nothing but its quantisers, and these."""
+    for node in _users(backward.args[1], target):  # type: ignore[arg-type]
+        quantizers = _quantizers(node, _place(backward))
+        if node.args == backward.args[1:] and _place(node) == _place(backward) and len(quantizers) == len(node.users):
+            return [node, *quantizers]
+    return []
 
 
 def gradients_of_projections(node: fx.Node) -> list[fx.Node]:
@@ -148,13 +157,13 @@ def twin_quantizers(node: fx.Node) -> list[fx.Node]:
 
 
 RULES: tuple[tuple[str, Rule], ...] = (
+    ("gated_backward", gated_backward_quantize),
     ("norm", norm_quantize),
     ("gated", gated_quantize),
     ("rotated", rotations),
     ("rotated", norm_rope),
     ("rotated_backward", norm_rope_backward),
     ("norm_backward", norm_backward_add),
-    ("gated_backward", gated_backward_quantize),
     ("gradients", gradients_of_projections),
     ("wgrads", wgrads_of_projections),
     ("twins", twin_quantizers),

@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from precgraph.format import Format
+
 pytest.importorskip("triton")
 from precgraph.lowering.reference import elementwise
 from precgraph.lowering.triton import gated
@@ -65,10 +67,38 @@ def test_a_width_that_is_not_whole_blocks() -> None:
         assert same_bits(made.value, value)
         assert_quantized(made.rows, value, ROWS)
         assert_quantized(made.tokens, value, TOKENS)
-        grads = gated.fused_gated_backward(up, gate, up, "silu", rows_fmt=ROWS)
-        assert grads.rows is not None
+        grads = gated.fused_gated_backward(up, gate, up, "silu", rows_fmt=ROWS, tokens_fmt=TOKENS)
+        assert grads.rows is not None and grads.tokens is not None
         for i, grad in enumerate(elementwise.gated_backward(up, gate, up, "silu")):
             assert_quantized(grads.rows[i], grad, ROWS)
+            assert_quantized(grads.tokens[i], grad, TOKENS)
+
+
+@pytest.mark.parametrize("width", [256, 300])
+@pytest.mark.parametrize(
+    ("activation", "rows_fmt", "tokens_fmt"),
+    [("silu", ROWS, TOKENS), ("gelu", ROWS, None), ("gelu_tanh", None, TOKENS), ("silu", None, None)],
+)
+def test_the_unit_made_again_with_its_gradients(
+    activation: str, width: int, rows_fmt: Format | None, tokens_fmt: Format | None
+) -> None:
+    """The bits of the kernels that make one of the two, whatever else is asked for."""
+    for count in COUNTS:
+        dy, gate, up = (awkward(count, width, seed=3 * count + i) for i in range(3))
+        formats = {"rows_fmt": rows_fmt, "tokens_fmt": tokens_fmt, "want_value": True}
+        both = gated.fused_gated_backward(dy, gate, up, activation, unit_fmt=TOKENS, **formats)
+        unit = gated.fused_gated(gate, up, activation, tokens_fmt=TOKENS).tokens
+        grads = gated.fused_gated_backward(dy, gate, up, activation, **formats)
+        assert both.unit is not None and unit is not None and grads.unit is None
+        assert_quantized(both.unit, elementwise.gated(gate, up, activation), TOKENS)
+        pairs = [(both.unit, unit), *zip(both.rows or (), grads.rows or (), strict=True)]
+        pairs += zip(both.tokens or (), grads.tokens or (), strict=True)
+        assert len(pairs) == 1 + 3 * (rows_fmt is not None) + 3 * (tokens_fmt is not None)
+        for mine, right in pairs:
+            assert mine.codes.stride() == right.codes.stride() and mine.scales.stride() == right.scales.stride()
+            assert same_bits(mine.codes, right.codes) and same_bits(mine.scales, right.scales)
+        for mine, right in ((both.dgate, grads.dgate), (both.dup, grads.dup)):
+            assert mine is not None and right is not None and same_bits(mine, right)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -102,6 +132,11 @@ def test_every_rule(rule: str) -> None:
     assert made.rows is not None and made.tokens is not None and grads.rows is not None and grads.tokens is not None
     assert_quantized(made.rows, value, rows_fmt)
     assert_quantized(made.tokens, value, tokens_fmt)
+    for unit_fmt in (tokens_fmt, TOKENS):
+        again = gated.fused_gated_backward(dy, gate, up, "silu", tokens_fmt=tokens_fmt, unit_fmt=unit_fmt)
+        assert again.unit is not None and again.tokens is not None
+        assert_quantized(again.unit, value, unit_fmt)
+        assert_quantized(again.tokens[0], right[0], tokens_fmt)
     for i, grad in enumerate(right):
         assert_quantized(grads.rows[i], grad, rows_fmt)
         assert_quantized(grads.tokens[i], grad, tokens_fmt)

@@ -68,13 +68,15 @@ class GatedGrads:
     """What :func:`fused_gated_backward` made; None where it was not asked for.
 
     ``rows`` and ``tokens`` are (dgate, dup, both): the parts are column slices of ``both [..., 2·pad(I)]``, which is
-    the gradient of a fused gate-and-up projection whose parts are padded to 128 each.
+    the gradient of a fused gate-and-up projection whose parts are padded to 128 each. ``unit`` is the value of the
+    forward, ``act(gate) * up``, quantised along tokens.
     """
 
     dgate: Tensor | None
     dup: Tensor | None
     rows: tuple[QTensor, ...] | None
     tokens: tuple[QTensor, ...] | None
+    unit: QTensor | None
 
 
 def gated(gate: Tensor, up: Tensor, activation: str) -> Tensor:
@@ -129,34 +131,37 @@ def fused_gated_backward(
     *,
     rows_fmt: Format | None = None,
     tokens_fmt: Format | None = None,
+    unit_fmt: Format | None = None,
     want_value: bool = False,
 ) -> GatedGrads:
-    """:func:`gated_backward`, its value optional, both gradients quantised for DGrad and WGrad in one read."""
+    """:func:`gated_backward`, its value optional, both gradients quantised for DGrad and WGrad in one read.
+
+    With ``unit_fmt`` that read also makes :func:`gated` again, along tokens: WGrad's operand of the linear behind it.
+    """
     require_bf16(up=up, gate=gate, dy=dy)
     _check((dy, gate, up), activation)
     rounded, rows_rule, tokens_rule = meaning(rows_fmt, tokens_fmt)
+    unit_rounded, _, unit_rule = meaning(None, unit_fmt)
     shape, device = dy.shape, dy.device
-    if tokens_fmt is not None and shape[-1] % GROUP:
-        raise LoweringError(
-            f"gradients of a gated unit {shape[-1]} wide are not whole blocks of {GROUP}",
-            remedy="quantise the value of gated_backward instead",
-        )
     dgate = new_like(dy) if want_value else None
     dup = new_like(dy) if want_value else None
     T, width = shape[:-1].numel(), shape[-1]
     both = torch.Size((*shape[:-1], 2 * padded(width)))
     rows = new_rows(both, rows_fmt, device) if rows_fmt is not None else None
     tokens = new_tokens(both, tokens_fmt, device) if tokens_fmt is not None else None
+    unit = new_tokens(shape, unit_fmt, device) if unit_fmt is not None else None
     (grad, grad_step), (left, left_step), (right, right_step) = matrix(dy), matrix(gate), matrix(up)
     operands = (grad, left, right, dgate, dup, rows and rows.codes, rows and rows.scales)
     sizes, constants = (T, grad_step, left_step, right_step, width), (activation, rounded, rows_rule)
-    grid = (ceil_div(T, _ROWS if tokens is None else GROUP) * ceil_div(width, GROUP),)
-    if tokens is None:
+    along_rows = tokens is None and unit is None
+    grid = (ceil_div(T, _ROWS if along_rows else GROUP) * ceil_div(width, GROUP),)
+    if along_rows:
         _backward_kernel[grid](*operands, *sizes, _ROWS, *constants, num_warps=4, **EXACT)
     else:
-        outputs = (words(tokens), tokens.scales)
-        _backward_tiles[grid](*operands, *outputs, *sizes, *constants, tokens_rule, num_warps=WARPS, **EXACT)
-    return GatedGrads(dgate, dup, _with_parts(rows, (gate, up)), _with_parts(tokens, (gate, up)))
+        outputs = [part for q in (tokens, unit) for part in ((words(q), q.scales) if q else (None, None))]
+        rules = (tokens_rule, unit_rounded, unit_rule)
+        _backward_tiles[grid](*operands, *outputs, *sizes, *constants, *rules, num_warps=WARPS, **EXACT)
+    return GatedGrads(dgate, dup, _with_parts(rows, (gate, up)), _with_parts(tokens, (gate, up)), unit)
 
 
 def _with_parts(both: QTensor | None, parts: Sequence[Tensor]) -> tuple[QTensor, ...] | None:
@@ -314,6 +319,8 @@ def _backward_tiles(
     rows_scales,
     tokens_codes,
     tokens_scales,
+    unit_codes,
+    unit_scales,
     T,
     dy_stride,
     gate_stride,
@@ -323,13 +330,22 @@ def _backward_tiles(
     SOURCE: gl.constexpr,
     ROWS_RULE: gl.constexpr,
     TOKENS_RULE: gl.constexpr,
+    UNIT_SOURCE: gl.constexpr,
+    UNIT_RULE: gl.constexpr,
 ):
-    """:func:`_gated_tiles` of both gradients, whose widths are whole blocks."""
-    columns: gl.constexpr = WIDTH // 128
+    """:func:`_gated_tiles` of both gradients and of the unit, either perhaps not along tokens.
+
+    Three staged tiles leave room for two programs on a processor, two for three of them.
+    """
+    columns: gl.constexpr = (WIDTH + 127) // 128
+    BOTH: gl.constexpr = columns * 256
     line, column, rows, lanes = place(T, columns)
     cols = column * 128 + lanes
     sources, strides = (dy, gate, up), (dy_stride, gate_stride, up_stride)
-    first, second = stage(SOURCE), stage(SOURCE)
+    if TOKENS_RULE is not None:
+        first, second = stage(SOURCE), stage(SOURCE)
+    if UNIT_RULE is not None:
+        third = stage(UNIT_SOURCE)
     ahead = fetch((), 0, sources, strides, rows, cols, T, WIDTH)
     for n in gl.static_range(CHUNKS):
         ahead = fetch(ahead, n + 1, sources, strides, rows, cols, T, WIDTH)
@@ -338,11 +354,18 @@ def _backward_tiles(
         _keep(into_gate, dgate, at, cols, T, WIDTH)
         _keep(into_up, dup, at, cols, T, WIDTH)
         into_gate, into_up = into_gate.to(SOURCE), into_up.to(SOURCE)
-        put(into_gate, first, n)
-        put(into_up, second, n)
+        if TOKENS_RULE is not None:
+            put(into_gate, first, n)
+            put(into_up, second, n)
+        if UNIT_RULE is not None:
+            put(_value(ahead[n][1], ahead[n][2], ACTIVATION).to(UNIT_SOURCE), third, n)
         if ROWS_RULE is not None:
             to = columns + column
-            store_groups(widen(into_gate), rows_codes, rows_scales, at, cols, column, T, 2 * WIDTH, ROWS_RULE)
-            store_groups(widen(into_up), rows_codes, rows_scales, at, WIDTH + cols, to, T, 2 * WIDTH, ROWS_RULE)
-    store_staged(first, tokens_codes, tokens_scales, line, column * 128, T, 2 * WIDTH, True, TOKENS_RULE)
-    store_staged(second, tokens_codes, tokens_scales, line, WIDTH + column * 128, T, 2 * WIDTH, True, TOKENS_RULE)
+            store_groups(widen(into_gate), rows_codes, rows_scales, at, cols, column, T, BOTH, ROWS_RULE)
+            store_groups(widen(into_up), rows_codes, rows_scales, at, columns * 128 + cols, to, T, BOTH, ROWS_RULE)
+    if TOKENS_RULE is not None:
+        col = (columns + column) * 128
+        store_staged(first, tokens_codes, tokens_scales, line, column * 128, T, BOTH, True, TOKENS_RULE)
+        store_staged(second, tokens_codes, tokens_scales, line, col, T, BOTH, True, TOKENS_RULE)
+    if UNIT_RULE is not None:
+        store_staged(third, unit_codes, unit_scales, line, column * 128, T, WIDTH, WIDTH % 128 == 0, UNIT_RULE)

@@ -213,33 +213,39 @@ def _run_gated(
 
 
 def _gated_backward(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
-    """gated_backward, both gradients, a quantiser along rows, along tokens or both of each."""
-    node = _one(members, ops.gated_backward)
+    """gated_backward, both gradients, the same quantisers of each; gated itself, made again along tokens."""
+    node, unit = _one(members, ops.gated_backward), _one(members, ops.gated)
     parts = _getitems(members, node) if node else {}
-    if not node or set(parts) != {0, 1} or tensor(parts[0]).shape[-1] % 128:
+    if not node or set(parts) != {0, 1}:
         return None
-    found = [_quantizers(members, parts[i]) for i in (0, 1)]
-    dgate, dup = found
-    if not dgate or not dup or _formats(dgate) != _formats(dup) or len(members) != 3 + len(dgate) + len(dup):
+    dgate, dup = (_quantizers(members, parts[i]) for i in (0, 1))
+    again = _quantizers(members, unit) if unit else {}
+    if dgate is None or dup is None or again is None or _formats(dgate) != _formats(dup) or _ROWS in again:
+        return None
+    if len(members) != 3 + len(dgate) + len(dup) + bool(unit) + len(again) or not (dgate or again):
         return None
     values = [p for p in parts.values() if p in escaping]
-    outputs = [*values, *dgate.values(), *dup.values()]
+    outputs = [*values, *dgate.values(), *dup.values(), *again.values()]
     places = [
         *(("value", p.args[1]) for p in values),
         *((g, i) for i, part in enumerate((dgate, dup)) for g in part),
+        *(("unit", 0) for _ in again),
     ]  # fmt: skip
-    args = (Of(node, 0), Of(node, 1), Of(node, 2), Of(node, 3), *_formats(dgate), places)
+    args = (Of(node, 0), Of(node, 1), Of(node, 2), Of(node, 3), *_formats(dgate), _formats(again)[1], places)
     return Fused(_run_gated_backward, args, tuple(outputs))
 
 
 def _run_gated_backward(
     dy: Tensor, gate: Tensor, up: Tensor, activation: str, rows: Format | None, tokens: Format | None,
-    places: list[tuple[str, int]],
+    unit: Format | None, places: list[tuple[str, int]],
 ) -> list[Any]:  # fmt: skip
+    want_value = any(p[0] == "value" for p in places)
     made = gated.fused_gated_backward(
-        dy, gate, up, activation, rows_fmt=rows, tokens_fmt=tokens, want_value=any(p[0] == "value" for p in places)
+        dy, gate, up, activation, rows_fmt=rows, tokens_fmt=tokens, unit_fmt=unit, want_value=want_value
     )
-    values = {"value": (made.dgate, made.dup), _ROWS: made.rows or (), _TOKENS: made.tokens or ()}
+    values = {
+        "value": (made.dgate, made.dup), _ROWS: made.rows or (), _TOKENS: made.tokens or (), "unit": (made.unit,),
+    }  # fmt: skip
     return [values[name][index] for name, index in places]
 
 

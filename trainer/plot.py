@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -73,6 +74,7 @@ DEFINITIONS = (
 # What differs between seeds of one experiment: names, the share of a card, and where things are to be had from.
 _NO_PART = ("run.name", "run.dir", "run.seed", "model.memory", "model.origin", "task.origin")
 SPARSE = 20  # so few values are drawn as points, too: a single one is no line
+NAMED = 4  # keys in a figure's legend
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#e69f00", "#6f4e9c", "#555555")
 
 
@@ -90,13 +92,10 @@ class Run:
         return self.path.resolve().name
 
     @property
-    def experiment(self) -> str:
-        """What seeds of one experiment have in common."""
-        data = self.config.to_dict()
-        for path in _NO_PART:
-            table, key = path.split(".")
-            del data[table][key]
-        return json.dumps(data, sort_keys=True)
+    def settings(self) -> dict[str, Any]:
+        """What seeds of one experiment have in common, by ``table.key``."""
+        flat = {f"{name}.{key}": v for name, table in self.config.to_dict().items() for key, v in table.items()}
+        return {path: value for path, value in flat.items() if path not in _NO_PART}
 
 
 def points(run: Run, key: str) -> list[tuple[int, float]]:
@@ -124,11 +123,22 @@ def groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Seeds together, with a label each: the arm, and the first run's directory where arms do not tell them apart."""
     by: dict[str, list[Run]] = {}
     for run in runs:
-        by.setdefault(run.experiment, []).append(run)
+        by.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
     arms = [members[0].config.precision.arm for members in by.values()]
     return [
         (arm if arms.count(arm) == 1 else f"{arm} ({members[0].name})", members)
         for arm, members in zip(arms, by.values(), strict=True)
+    ]
+
+
+def differing(experiments: Sequence[tuple[str, Sequence[Run]]]) -> list[list[str]]:
+    """Header and one row a key that is not the same in all experiments, but for the arm, which their labels say: its
+    value in each, as JSON."""
+    settings = [members[0].settings for _, members in experiments]
+    keys = [key for key in settings[0] if key != "precision.arm" and any(s[key] != settings[0][key] for s in settings)]
+    return [
+        ["differs in", *(label for label, _ in experiments)],
+        *([key, *(json.dumps(s[key], ensure_ascii=False) for s in settings)] for key in keys),
     ]
 
 
@@ -168,11 +178,21 @@ def _figure(experiments: Sequence[tuple[str, Sequence[Run]]]) -> bytes:
             for run in members:
                 _curve(axis, points(run, key), key, colour)
         _finish(axis, key, title, [value for run in runs for _, value in points(run, key)])
-    lines = [Line2D([], [], color=c, label=label) for (label, _), c in zip(experiments, itertools.cycle(COLOURS))]
+    lines = [Line2D([], [], color=c, label=label) for label, c in zip(_legend(experiments), itertools.cycle(COLOURS))]
     figure.legend(handles=lines, loc="outside lower center", ncols=len(lines), frameon=False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
+
+
+def _legend(experiments: Sequence[tuple[str, Sequence[Run]]]) -> list[str]:
+    """Labels, each with what its experiment differs in from the others, a line a key, ``NAMED`` keys at most."""
+    header, *body = differing(experiments)
+    left = f"\nand {len(body) - NAMED} more" if len(body) > NAMED else ""
+    return [
+        "\n".join([label, *(shorten(f"{row[0]} {row[i]}", 40, placeholder="…") for row in body[:NAMED])]) + left
+        for i, label in enumerate(header[1:], 1)
+    ]
 
 
 def _curve(axis: Any, values: Sequence[tuple[int, float]], key: str, colour: str) -> None:
@@ -257,13 +277,18 @@ def _short(value: float, scale: float) -> str:
 
 
 def summary(paths: Sequence[Path], width: int) -> RenderableType:
-    """The final values for a terminal of ``width`` columns: a row an experiment, or, where that does not fit, a column
-    each, or a table each."""
-    header, *body = rows(read_runs(paths))
-    whole = [_table([header, *body]), _table(zip(header, *body, strict=True))]
+    """The final values for a terminal of ``width`` columns, a row an experiment, and what experiments differ in, a
+    column each; where that does not fit, columns and rows exchanged, or a table each."""
+    runs = read_runs(paths)
+    keys = differing(groups(runs))
+    return Group(WINDOWS, *_fitting(rows(runs), width), *(_fitting(keys, width) if len(keys) > 1 else ()))
+
+
+def _fitting(lines: Sequence[Sequence[str]], width: int) -> list[Table]:
+    header, *body = lines
+    whole = [_table(lines), _table(zip(*lines, strict=True))]
     apart = [_table(zip(header, row, strict=True)) for row in body]
-    fitting = next(([table] for table in whole if _width(table) <= width), apart)
-    return Group(WINDOWS, *fitting)
+    return next(([table] for table in whole if _width(table) <= width), apart)
 
 
 def _table(lines: Iterable[Sequence[str]]) -> Table:
@@ -285,9 +310,8 @@ def _width(table: Table) -> int:
 
 def _page(runs: Sequence[Run], image: bytes) -> str:
     """One HTML file that needs no other."""
-    header, *body = rows(runs)
-    cells = "".join(f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in row)}</tr>" for row in body)
-    heads = "".join(f"<th>{html.escape(h)}</th>" for h in header)
+    keys = differing(groups(runs))
+    differences = f"<h2>What they differ in</h2>{_html(keys)}" if len(keys) > 1 else ""
     names = "".join(
         f"<li><code>{html.escape(r.name)}</code>: {r.config.precision.arm}, seed {r.config.run.seed}, "
         f"{html.escape(r.config.task.data)}, {len(r.records)} steps</li>"
@@ -299,9 +323,19 @@ def _page(runs: Sequence[Run], image: bytes) -> str:
 <style>body{{font:14px sans-serif;margin:2em auto;max-width:80em;color:#222}}img{{max-width:100%}}
 table{{border-collapse:collapse}}td,th{{padding:.3em .8em;border-bottom:1px solid #ccc;text-align:right}}
 td:first-child,th:first-child{{text-align:left}}</style>
-<h1>Runs</h1><ul>{names}</ul>
+<h1>Runs</h1><ul>{names}</ul>{differences}
 <img alt="Curves of the runs" src="data:image/png;base64,{picture}">
-<h2>What they came to</h2><table><tr>{heads}</tr>{cells}</table>
+<h2>What they came to</h2>{_html(rows(runs))}
 <p>{html.escape(WINDOWS)}; mean ± standard deviation over seeds, of which runs of one seed, such as a fork, are one.
 {DEFINITIONS}</p></html>
 """
+
+
+def _html(lines: Sequence[Sequence[str]]) -> str:
+    """A table whose first line is the heading."""
+    kinds = itertools.chain(("th",), itertools.repeat("td"))
+    cells = (
+        "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line)
+        for line, kind in zip(lines, kinds, strict=False)
+    )
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in cells)}</table>"

@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.trainer import tiny
 from trainer import plot
 from trainer.errors import TrainerError
-from trainer.plot import FINAL, WINDOWS, groups, moving_mean, plot_runs, read_runs, rows, spread, summary
+from trainer.plot import FINAL, WINDOWS, differing, groups, moving_mean, plot_runs, read_runs, rows, spread, summary
 
 
 def written(directory: Path, records: Sequence[dict[str, Any]], **tables: dict[str, Any]) -> Path:
@@ -100,6 +100,35 @@ def test_experiments_of_one_arm_are_told_apart_by_their_directories(tmp_path: Pa
         written(tmp_path / name, [{"reward/mean": 1.0}], run={"name": "run"}, optimizer={"lr": lr})
     labels = [label for label, _ in groups(read_runs([tmp_path / "origin", tmp_path / "fork"]))]
     assert labels == ["exact (origin)", "exact (fork)"]
+
+
+def test_what_experiments_differ_in_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By table, page and legend, and nothing else: seeds and names are no difference, the arm is in the label."""
+    record = {"reward/mean": 1.0}
+    paths = [
+        written(tmp_path / "a0", [record], optimizer={"lr": 1e-3}),
+        written(tmp_path / "a1", [record], optimizer={"lr": 1e-3}, run={"seed": 1, "name": "other"}),
+        written(tmp_path / "b", [record], optimizer={"lr": 2e-3}, algorithm={"kl": 0.1}),
+        written(tmp_path / "c", [record], optimizer={"lr": 1e-3}, precision={"arm": "bf16"}),
+    ]
+    keys = differing(groups(read_runs(paths)))
+    assert keys[0] == ["differs in", "exact (a0)", "exact (b)", "bf16"]
+    assert sorted(keys[1:]) == [["algorithm.kl", "0.0", "0.1", "0.0"], ["optimizer.lr", "0.001", "0.002", "0.001"]]
+    for width in (160, 30):
+        screen = Console(width=width, file=io.StringIO())
+        screen.print(summary(paths, width))
+        text = screen.file.getvalue()  # type: ignore[attr-defined]
+        assert "differs in" in text and text.count("optimizer.lr") == 1 and "rollout.samples" not in text
+    (figure,) = {axis.figure for axis in drawn(paths, tmp_path / "page", monkeypatch).values()}
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert set(labels[1].split("\n")) == {"exact (b)", "algorithm.kl 0.1", "optimizer.lr 0.002"}
+    page = (tmp_path / "page.html").read_text()
+    assert "<td>optimizer.lr</td><td>0.001</td><td>0.002</td><td>0.001</td>" in page
+
+    alike = differing(groups(read_runs(paths[:2])))
+    assert len(alike) == 1 and "differ in" not in plot_runs(paths[:2], tmp_path / "alike")[1].read_text()
+    monkeypatch.setattr(plot, "NAMED", 1)
+    assert all(label.endswith("\nand 1 more") for label in plot._legend(groups(read_runs(paths))))
 
 
 @pytest.mark.parametrize(

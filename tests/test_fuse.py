@@ -25,7 +25,6 @@ from tests.families import causal_lm
 
 FORWARD = {"norm", "gated", "rotated", "projections"}
 BACKWARD = {
-    "norm",
     "rotated",
     "rotated_backward",
     "norm_backward",

@@ -130,7 +130,7 @@ def units(T: int, K: int, activation: str) -> Iterator[Case]:
 
 
 def norms(T: int, K: int) -> Iterator[Case]:
-    from precgraph.lowering.triton import norm
+    from precgraph.lowering.triton import norm, norm_backward
 
     n, shape, eps = T * K, f"{T}x{K}", 1e-6
 
@@ -140,8 +140,15 @@ def norms(T: int, K: int) -> Iterator[Case]:
     yield Case("norm bf16", shape, n * 4, lambda: partial(norm.rms_norm, randn(T, K), randn(K), eps))
     yield Case("add+norm rows", shape, n * (6 + ONE), fused(rows_fmt=ROWS))
     yield Case("add+norm rows+tokens", shape, n * (6 + BOTH), fused(**FUSED))
-    operands = partial(lambda: (randn(T, K), randn(T, K), randn(K), eps, randn(T, K)))
-    yield Case("norm bwd + residual", shape, n * 8, lambda: partial(norm.rms_norm_backward, *operands()))
+
+    def backward(**formats: Format) -> Callable[[], Callable[[], object]]:
+        run = partial(norm_backward.fused_norm_backward, **formats)
+        return lambda: partial(run, randn(T, K), randn(T, K), randn(K), eps, randn(T, K))
+
+    again = partial(norm.fused_norm, tokens_fmt=TOKENS, want_normed=False)
+    yield Case("norm tokens", shape, n * (2 + ONE), lambda: partial(again, randn(T, K), None, randn(K), eps))
+    yield Case("norm bwd + residual", shape, n * 8, backward())
+    yield Case("norm bwd + residual, norm tokens", shape, n * (8 + ONE), backward(tokens_fmt=TOKENS))
 
 
 def heads(T: int, H: int, D: int) -> Iterator[Case]:

@@ -97,8 +97,17 @@ def norm_rope(node: fx.Node) -> list[fx.Node]:
 # ---------------------------------------------------------------------------------------- backward
 
 
+def _made_again(backward: fx.Node, target: Callable[..., object]) -> list[fx.Node]:
+    """The operator that a backward is of, if it is repeated there for nothing but its quantisers, and these."""
+    for node in _users(backward.args[1], target):  # type: ignore[arg-type]
+        quantizers = _quantizers(node, _place(backward))
+        if node.args == backward.args[1:] and _place(node) == _place(backward) and len(quantizers) == len(node.users):
+            return [node, *quantizers]
+    return []
+
+
 def norm_rope_backward(node: fx.Node) -> list[fx.Node]:
-    """The same backwards, with both gradients."""
+    """A rotation of q or k and its norm, backwards, with both gradients."""
     source = node.args[0] if is_call(node, ops.rms_norm_backward) else None
     if not is_call(source, ops.rope_backward):
         return []
@@ -106,29 +115,20 @@ def norm_rope_backward(node: fx.Node) -> list[fx.Node]:
 
 
 def norm_backward_add(node: fx.Node) -> list[fx.Node]:
-    """A norm's backward and the addition of its gradient to the residual's."""
+    """A norm's backward, the addition of its gradient to the residual's, and the norm made again for its quantisers."""
     if not is_call(node, ops.rms_norm_backward):
         return []
     parts = _users(node, operator.getitem)
     adds = [u for part in parts if part.args[1] == 0 for u in _users(part, ops.add)]
-    return [node, *parts, *adds] if len(adds) == 1 else []
+    return [*_made_again(node, ops.rms_norm), node, *parts, *adds] if len(adds) == 1 else []
 
 
 def gated_backward_quantize(node: fx.Node) -> list[fx.Node]:
-    """A gated unit's backward, the quantisers of both gradients, and the unit, if it is made again for quantisers."""
+    """A gated unit's backward, the quantisers of both gradients, and the unit made again for its own."""
     if not is_call(node, ops.gated_backward):
         return []
     parts = _users(node, operator.getitem)
     return [*_made_again(node, ops.gated), node, *parts, *(q for part in parts for q in _quantizers(part))]
-
-
-def _made_again(backward: fx.Node, target: Callable[..., object]) -> list[fx.Node]:
-    """What a backward's operands are those of, repeated in that backward for nothing but its quantisers, and these."""
-    for node in _users(backward.args[1], target):  # type: ignore[arg-type]
-        quantizers = _quantizers(node, _place(backward))
-        if node.args == backward.args[1:] and _place(node) == _place(backward) and len(quantizers) == len(node.users):
-            return [node, *quantizers]
-    return []
 
 
 def gradients_of_projections(node: fx.Node) -> list[fx.Node]:
@@ -157,13 +157,13 @@ def twin_quantizers(node: fx.Node) -> list[fx.Node]:
 
 
 RULES: tuple[tuple[str, Rule], ...] = (
+    ("rotated_backward", norm_rope_backward),
+    ("norm_backward", norm_backward_add),
     ("gated_backward", gated_backward_quantize),
     ("norm", norm_quantize),
     ("gated", gated_quantize),
     ("rotated", rotations),
     ("rotated", norm_rope),
-    ("rotated_backward", norm_rope_backward),
-    ("norm_backward", norm_backward_add),
     ("gradients", gradients_of_projections),
     ("wgrads", wgrads_of_projections),
     ("twins", twin_quantizers),

@@ -97,6 +97,26 @@ def test_a_gated_unit_is_read_once(frozen: tuple[str, ...], outputs: int) -> Non
     assert_fused(step, operands(step, 1, 130, 288))
 
 
+@pytest.mark.parametrize(("frozen", "outputs"), [((), 3), (("norm",), 2), (("_proj",), 2)])
+def test_the_root_of_a_norm_is_made_once(frozen: tuple[str, ...], outputs: int) -> None:
+    """Of both norms before projections: gradients and the norm along tokens, as far as the block needs them."""
+    block = backward(*frozen)
+    steps = [s for s in block.steps if s.run is kernels._run_norm_backward]
+    assert [len(s.outputs) for s in steps] == [outputs, outputs]
+    assert not [s for s in block.steps if s.run is kernels._run_norm]
+    for step in steps:
+        gains = {step.args[2].name: torch.rand(128, device=DEVICE).bfloat16()}
+        assert_fused(step, operands(step, 1, 35, 128) | gains)
+
+
+def test_a_norm_whose_input_needs_no_gradient() -> None:
+    """Then there is no sum with the residual's gradient."""
+    segment = next(s for s in program().segments if s.name == LAYER)
+    block = segment.backward(frozenset(segment.parameters))
+    assert [len(s.outputs) for s in block.steps if s.run is kernels._run_norm_backward] == [3, 2]
+    assert not [s for s in block.steps if s.run is kernels._run_norm]
+
+
 def test_the_unit_comes_between_dgrad_and_wgrad() -> None:
     """WGrad of down_proj waits for the kernel that DGrad of down_proj feeds."""
     block = backward()

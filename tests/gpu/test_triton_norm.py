@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 from precgraph.lowering.reference import elementwise
-from precgraph.lowering.triton import norm
+from precgraph.lowering.triton import norm, norm_backward
 from precgraph.lowering.triton.reductions import sum_rows
 from tests.gpu.device import DEVICE, KERNELS, sizes
 from tests.gpu.same import ROWS, TOKENS, assert_quantized, awkward, extreme, same_bits
@@ -60,11 +60,11 @@ def test_backward(width: int) -> None:
     for count in COUNTS:
         x, dy, other = (torch.randn(1, count, width, device=DEVICE).bfloat16() for _ in range(3))
         dx, _ = elementwise.rms_norm_backward(dy, x, weight, EPS)
-        mine, dweight = norm.rms_norm_backward(dy, x, weight, EPS)
+        mine, dweight = norm_backward.rms_norm_backward(dy, x, weight, EPS)
         assert same_bits(mine, dx)
-        again, dweight_again = norm.rms_norm_backward(dy, x, weight, EPS, other)
-        assert same_bits(again, dx + other)
-        assert same_bits(dweight, dweight_again)
+        added = norm_backward.fused_norm_backward(dy, x, weight, EPS, other)
+        assert same_bits(added.dx, dx + other) and added.tokens is None
+        assert same_bits(dweight, added.dweight)
         normed = elementwise._normed(x, EPS)[0].bfloat16()
         terms = dy.double() * normed.double()
         error = (dweight.double() - terms.sum((0, 1))).abs()
@@ -77,7 +77,23 @@ def test_backward_of_extreme_values(width: int) -> None:
     for count in COUNTS:
         x, dy, other = (extreme(1, count, width, seed=seed + count) for seed in range(3))
         right, _ = elementwise.rms_norm_backward(dy, x, weight, EPS)
-        assert same_bits(norm.rms_norm_backward(dy, x, weight, EPS, other)[0], right + other)
+        assert same_bits(norm_backward.fused_norm_backward(dy, x, weight, EPS, other).dx, right + other)
+
+
+@pytest.mark.parametrize("width", sizes([576, 1000, 4096], [256, 300]))
+def test_the_norm_made_again_with_its_gradients(width: int) -> None:
+    """The bits of the kernels that make one of the two, on slices of rows too."""
+    weight = 1 + 0.1 * torch.randn(width, device=DEVICE).bfloat16()
+    for count in sizes((1, 64, 129, 1000), (1, 129)):
+        wide, dy, other = (awkward(1, count, n, seed=seed) for seed, n in enumerate((2 * width, width, width)))
+        for x, residual in ((wide[..., :width], None), (extreme(1, count, width, seed=count), other)):
+            both = norm_backward.fused_norm_backward(dy, x, weight, EPS, residual, tokens_fmt=TOKENS)
+            grads = norm_backward.fused_norm_backward(dy, x, weight, EPS, residual)
+            normed = norm.fused_norm(x, None, weight, EPS, tokens_fmt=TOKENS, want_normed=False).tokens
+            assert both.tokens is not None and normed is not None
+            assert same_bits(both.dx, grads.dx) and same_bits(both.dweight, grads.dweight)
+            assert same_bits(both.tokens.codes, normed.codes) and same_bits(both.tokens.scales, normed.scales)
+            assert_quantized(both.tokens, elementwise.rms_norm(x, weight, EPS), TOKENS)
 
 
 def test_strided_rows() -> None:

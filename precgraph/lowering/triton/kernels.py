@@ -23,7 +23,7 @@ from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8
 from precgraph.lowering.packs import Fp8Weight, MasterWeight
 from precgraph.lowering.registry import Kernel, register
-from precgraph.lowering.triton import gated, gemm, norm, quantize, rope
+from precgraph.lowering.triton import gated, gemm, norm, norm_backward, quantize, rope
 from precgraph.lowering.triton.primitives import rule
 from precgraph.quantizer import QTensor
 
@@ -125,7 +125,9 @@ register(
     _kernel("add", ops.add, "aten.add", _bf16),
     _kernel("quantize", _quantize, "reference.quantize.v1", _quantizes),
     _kernel("rms_norm", norm.rms_norm, "reference.rms_norm.pieces512", _norms),
-    _kernel("rms_norm_backward", norm.rms_norm_backward, "triton.rms_norm_backward", _norms, row_invariant=False),
+    _kernel(
+        "rms_norm_backward", norm_backward.rms_norm_backward, "triton.rms_norm_backward", _norms, row_invariant=False
+    ),
     _kernel("rope", rope.rope, "aten.rope", _rotates("bfloat16")),
     _kernel("rope", _wide(rope.rope), "reference.rope.fp32", _rotates("float32")),
     _kernel("rope_backward", rope.rope_backward, "triton.rope_backward", _rotates("bfloat16")),
@@ -284,26 +286,33 @@ def _run_norm_rope_backward(
     return [grads[i] for i in parts]
 
 
-def _norm_backward_add(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
-    """rms_norm_backward, its gradients, the sum with the residual's gradient."""
-    node, add = _one(members, ops.rms_norm_backward), _one(members, ops.add)
+def _norm_backward(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
+    """rms_norm_backward, its gradients, the sum with the residual's; rms_norm itself, made again along tokens."""
+    node, add, normed = (_one(members, op) for op in (ops.rms_norm_backward, ops.add, ops.rms_norm))
     parts = _getitems(members, node) if node else {}
-    dx = parts.get(0)
-    if not node or not add or dx is None or dx in escaping or len(members) != 2 + len(parts) or dx not in add.args:
+    again = _quantizers(members, normed) if normed else {}
+    if not node or again is None or _ROWS in again or not (add or again):
         return None
-    if add.args[0] is add.args[1]:
+    if len(members) != 1 + len(parts) + bool(add) + bool(normed) + len(again):
         return None
-    other = Of(add, 1 if add.args[0] is dx else 0)
-    weight = [parts[1]] if 1 in parts else []
-    args = (Of(node, 0), Of(node, 1), Of(node, 2), Of(node, 3), other, bool(weight))
-    return Fused(_run_norm_backward_add, args, (add, *weight))
+    dx = parts.pop(0, None)
+    other = None
+    if add:
+        if dx is None or dx in escaping or dx not in add.args or add.args[0] is add.args[1]:
+            return None
+        other, dx = Of(add, 1 if add.args[0] is dx else 0), add
+    made = {"dx": dx, "dweight": parts.get(1), "tokens": again.get(_TOKENS)}
+    outputs = {name: n for name, n in made.items() if n}
+    args = (Of(node, 0), Of(node, 1), Of(node, 2), Of(node, 3), other, _formats(again)[1], list(outputs))
+    return Fused(_run_norm_backward, args, tuple(outputs.values()))
 
 
-def _run_norm_backward_add(
-    dy: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor, both: bool
-) -> list[Tensor]:
-    dx, dweight = norm.rms_norm_backward(dy, x, weight, eps, residual)
-    return [dx, dweight] if both else [dx]
+def _run_norm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None, tokens: Format | None,
+    wanted: list[str],
+) -> list[Any]:  # fmt: skip
+    made = norm_backward.fused_norm_backward(dy, x, weight, eps, residual, tokens_fmt=tokens)
+    return [getattr(made, name) for name in wanted]
 
 
 def _quantize_parts(members: Nodes, escaping: frozenset[fx.Node]) -> Fused | None:
@@ -335,6 +344,6 @@ register_fusion(
     Fusion("gated_backward", "triton", _gated_backward),
     Fusion("rotated", "triton", _rotations),
     Fusion("rotated_backward", "triton", _norm_rope_backward),
-    Fusion("norm_backward", "triton", _norm_backward_add),
+    Fusion("norm_backward", "triton", _norm_backward),
     Fusion("quantisers", "triton", _quantize_parts),
 )

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
-"""RMSNorm, with the residual sum before it and the quantisers after it; forward and backward.
+"""RMSNorm, with the residual sum before it and the quantisers after it.
 
 Bits are those of :mod:`precgraph.lowering.reference.elementwise`, whose sums have a fixed order (pieces of 512 added
 in order, then halves). A row lives in the registers of one program. Operands and results are bf16, sums fp32.
@@ -23,7 +23,6 @@ from precgraph.lowering.triton.primitives import (
     GROUP,
     OVERLAPPING,
     await_inputs,
-    bf16,
     ceil_div,
     inside_tile,
     load_tile,
@@ -37,11 +36,10 @@ from precgraph.lowering.triton.primitives import (
     store_in_place,
     store_rows,
 )
-from precgraph.lowering.triton.reductions import halving_sum, mean, reciprocal_root, sum_rows, weighted
+from precgraph.lowering.triton.reductions import halving_sum, reciprocal_root, weighted
 from precgraph.quantizer import QTensor
 
 _MAX_WIDTH = 16384  # a row has to fit the registers of one program
-_ROWS_A_PROGRAM = 32  # of the backward: how many rows one partial sum of dweight covers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,8 +79,8 @@ def fused_norm(
     quantises it both ways, last rows first, which the first kernel has just written.
     """
     require_bf16(x=x, residual=residual, weight=weight)
-    _check_width(x, weight)
-    rounded, rows_rule, tokens_rule = meaning(rows_fmt, tokens_fmt)
+    check_width(x, weight)
+    rounded, rows_rule, _ = meaning(rows_fmt, tokens_fmt)
     if residual is not None and residual.shape != x.shape:
         raise InputError(f"x is {list(x.shape)}, its residual {list(residual.shape)}")
     flat, step = matrix(x)
@@ -107,75 +105,41 @@ def fused_norm(
         other_step,
         eps,
         C,
-        _piece(C),
+        piece_of(C),
         rounded,
         rows_rule if tokens is None else None,
         num_warps=4,
         **OVERLAPPING,
     )
     if tokens is not None:
-        summed, step = (flat, step) if total is None else matrix(total)
-        tiles = ceil_div(T, GROUP) * ceil_div(C, GROUP)
-        _tiles_kernel[(tiles,)](
-            summed,
-            weight,
-            scale,
-            rows and rows.codes,
-            rows and rows.scales,
-            pairs(tokens),
-            tokens.scales,
-            T,
-            step,
-            C,
-            rounded,
-            rows_rule,
-            tokens_rule,
-            num_warps=8,
-            maxnreg=128,
-            **EXACT,
-        )
+        assert scale is not None
+        quantise_again(x if total is None else total, weight, scale, rows, tokens)
     return Normed(total, normed, rows, tokens)
 
 
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, eps: float, residual_grad: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """``(dx, dweight)`` of :func:`rms_norm`; the reciprocal root mean square is computed again from ``x``.
-
-    ``residual_grad``, the gradient that reaches the norm's input beside the norm, is added to the rounded dx. dweight
-    is summed over tokens in fp32, 32 rows at a time and then those sums in order: the same bits in every run, not those
-    of torch's own sum.
-    """
-    require_bf16(dy=dy, x=x, weight=weight, residual_grad=residual_grad)
-    _check_width(x, weight)
-    (grad, grad_step), (flat, step) = matrix(dy), matrix(x)
-    other, other_step = (None, 0) if residual_grad is None else matrix(residual_grad)
+def quantise_again(x: Tensor, weight: Tensor, root: Tensor, rows: QTensor | None, tokens: QTensor) -> None:
+    """Fill ``rows`` and ``tokens`` with the norm of ``x [..., C]``, given its reciprocal roots (fp32, one a row)."""
+    flat, step = matrix(x)
     T, C = x.shape[:-1].numel(), x.shape[-1]
-    dx = new_like(x)
-    programs = ceil_div(T, _ROWS_A_PROGRAM)
-    partial = torch.empty(programs, C, dtype=torch.float32, device=x.device)
-    _backward_kernel[(programs,)](
-        grad,
+    _tiles_kernel[(ceil_div(T, GROUP) * ceil_div(C, GROUP),)](
         flat,
-        other,
         weight,
-        dx,
-        partial,
+        root,
+        rows and rows.codes,
+        rows and rows.scales,
+        pairs(tokens),
+        tokens.scales,
         T,
-        grad_step,
         step,
-        other_step,
-        eps,
         C,
-        _piece(C),
-        _ROWS_A_PROGRAM,
+        *meaning(rows and rows.format, tokens.format),
         num_warps=8,
+        maxnreg=128,
         **EXACT,
     )
-    return dx, sum_rows(partial, weight.dtype)
 
 
-def _check_width(x: Tensor, weight: Tensor) -> None:
+def check_width(x: Tensor, weight: Tensor) -> None:
     if weight.shape != x.shape[-1:] or not weight.is_contiguous():
         raise InputError(f"the weight of a norm over {x.shape[-1]} channels is {list(weight.shape)}")
     if x.shape[-1] > _MAX_WIDTH:
@@ -185,7 +149,7 @@ def _check_width(x: Tensor, weight: Tensor) -> None:
         )
 
 
-def _piece(C: int) -> int:
+def piece_of(C: int) -> int:
     """Width of a piece of the ordered sum, never narrower than a quantiser's group: zeros do not change a sum."""
     return max(GROUP, min(PIECE, power_of_two(C)))
 
@@ -216,21 +180,21 @@ def _rows_kernel(
     row = tl.program_id(0)
     at = row.to(tl.int64) * C
     lane = tl.arange(0, PIECE)[None, :]
-    values = _load_row(x, row, x_stride, T, C, PIECE, EVICT)
+    values = load_row(x, row, x_stride, T, C, PIECE, EVICT)
     if residual is not None:
-        others = _load_row(residual, row, residual_stride, T, C, PIECE, EVICT)
+        others = load_row(residual, row, residual_stride, T, C, PIECE, EVICT)
         summed = ()
         for p in tl.static_range(pieces):
             summed = summed + (values[p] + others[p],)  # noqa: RUF005 - a tuple of the kernel language
             tl.store(total + at + p * PIECE + lane, summed[p], mask=p * PIECE + lane < C)
         values = summed
-    root = _root_of(values, eps, C)
+    root = root_of(values, eps, C)
     if scale is not None:
         tl.store(scale + row + tl.arange(0, 1), root)
     if normed is not None or RULE is not None:
         for p in tl.static_range(pieces):
             cols = p * PIECE + lane
-            y = weighted(values[p], root[:, None], _gain(weight, cols, C))
+            y = weighted(values[p], root[:, None], gain(weight, cols, C))
             if normed is not None:
                 tl.store(normed + at + cols, y, mask=cols < C)
             if RULE is not None:
@@ -238,7 +202,7 @@ def _rows_kernel(
 
 
 @triton.jit
-def _load_row(x, row, stride, T, C: tl.constexpr, PIECE: tl.constexpr, EVICT: tl.constexpr):
+def load_row(x, row, stride, T, C: tl.constexpr, PIECE: tl.constexpr, EVICT: tl.constexpr):
     """A row as its pieces ``[1, PIECE]``, zero beyond its end and beyond the last row."""
     values = ()
     for p in tl.static_range((C + PIECE - 1) // PIECE):
@@ -250,13 +214,13 @@ def _load_row(x, row, stride, T, C: tl.constexpr, PIECE: tl.constexpr, EVICT: tl
 
 
 @triton.jit
-def _gain(weight, cols, C: tl.constexpr):
+def gain(weight, cols, C: tl.constexpr):
     """A piece of the weight, which every row reads again."""
     return tl.load(weight + cols, mask=cols < C, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
-def _root_of(values, eps, C: tl.constexpr):
+def root_of(values, eps, C: tl.constexpr):
     """The reciprocal root ``[1]`` of a row."""
     squares = tl.zeros(values[0].shape, tl.float32)
     for p in tl.static_range(len(values)):
@@ -338,60 +302,3 @@ def _store_tokens(even, odd, codes, scales, block, cols, T, C: tl.constexpr, RUL
     else:
         tl.store(at, pairs, mask=cols[:, None] < C)
         tl.store(to, scale, mask=cols < C)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _backward_kernel(
-    dy,
-    x,
-    residual,
-    weight,
-    dx,
-    partial,
-    T,
-    dy_stride,
-    x_stride,
-    residual_stride,
-    eps,
-    C: tl.constexpr,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    """``ROWS`` rows, one at a time while the next one is on its way, and their sum of ``dy * x̂``."""
-    pieces: tl.constexpr = (C + PIECE - 1) // PIECE
-    lane = tl.arange(0, PIECE)[None, :]
-    sums = ()
-    for _ in tl.static_range(pieces):
-        sums = sums + (tl.zeros([1, PIECE], tl.float32),)  # noqa: RUF005
-    first = tl.program_id(0) * ROWS
-    end = tl.minimum(first + ROWS, T)
-    values = _load_row(x, first, x_stride, end, C, PIECE, "evict_first")
-    grads = _load_row(dy, first, dy_stride, end, C, PIECE, "evict_first")
-    for row in tl.range(first, end, num_stages=1):
-        next_values = _load_row(x, row + 1, x_stride, end, C, PIECE, "evict_first")
-        next_grads = _load_row(dy, row + 1, dy_stride, end, C, PIECE, "evict_first")
-        if residual is not None:
-            others = _load_row(residual, row, residual_stride, end, C, PIECE, "evict_first")
-        root = _root_of(values, eps, C)[:, None]
-        products = tl.zeros([1, PIECE], tl.float32)
-        next_sums = ()
-        weighed = ()
-        for p in tl.static_range(pieces):
-            normed = values[p].to(tl.float32) * root
-            next_sums = next_sums + (tl.fma(grads[p].to(tl.float32), bf16(normed), sums[p]),)  # noqa: RUF005
-            weighed = weighed + (grads[p] * _gain(weight, p * PIECE + lane, C),)  # noqa: RUF005
-            products = products + weighed[p].to(tl.float32) * normed
-        sums = next_sums
-        average = mean(halving_sum(products), C)[:, None]
-        for p in tl.static_range(pieces):
-            cols = p * PIECE + lane
-            normed = values[p].to(tl.float32) * root
-            into = (root * (weighed[p].to(tl.float32) - normed * average)).to(tl.bfloat16)
-            if residual is not None:
-                into = into + others[p]
-            tl.store(dx + row.to(tl.int64) * C + cols, into, mask=cols < C)
-        values = next_values
-        grads = next_grads
-    for p in tl.static_range(pieces):
-        cols = p * PIECE + lane
-        tl.store(partial + tl.program_id(0).to(tl.int64) * C + cols, sums[p], mask=cols < C)

@@ -226,7 +226,8 @@ def test_recipes_that_differ_are_inconsistent_in_the_right_row(llama: Path, tmp_
     text = " ".join(result.stdout.split())
     assert "inconsistent:" in text
     assert "PG105" in text
-    assert "model.layers.{0-1}.mlp.down_proj" in text
+    assert "model.layers.{0-1}.{self_attn.q_proj," in text and "mlp.down_proj}" in text  # all linears in one row
+    assert "14 × quantize (weight)" in text
     assert "0.0001" in text
 
 

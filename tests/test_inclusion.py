@@ -424,7 +424,7 @@ def test_report_as_text_and_data() -> None:
     report = check_inclusion(train, infer)
     text = str(report)
     assert text.startswith("inconsistent: 1 root cause at 14 places in 68 nodes compared; ")
-    assert "model.layers.{0-1}.self_attn.q_proj" in text
+    assert "model.layers.{0-1}.{self_attn.q_proj, self_attn.k_proj, " in text  # all linears in one
     assert "e4m3 1x128" in text
     data = report.to_json()
     assert json.loads(json.dumps(data)) == data

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from precgraph.report.suppress import Suppression
 from precgraph.report.terminal import show
 from precgraph.trace import trace
 from precgraph.verify import check_inclusion
-from precgraph.verify.report import Report
+from precgraph.verify.report import Report, over_modules
 from precgraph.verify.rules import RULES, rule_of
 from precgraph.verify.why import WHY
 from tests.families import meta_lm
@@ -206,6 +207,39 @@ def test_causes_are_counted_as_a_person_counts_them() -> None:
     with pytest.raises(ValidationError):
         valid({**data, "causes": [{**data["causes"][0], "count": 0}]})
     valid({key: value for key, value in data.items() if key != "causes"})  # as earlier versions wrote it
+
+
+def test_people_read_rows_that_are_alike_over_modules_as_one() -> None:
+    """By prefix and ends; data keeps a row for each, and what they quantise, which keeps rows apart."""
+    ends = ("self_attn.q_proj", "mlp", "mlp.up_proj")
+    alike = [
+        finding("divide", f"model.layers.{n}.{end}", operand="weight", inherited=1) for n in (0, 1) for end in ends
+    ]
+    data = valid(document(*alike, finding("divide", "model.layers.0.mlp", operand="activation"), finding("divide", "")))
+    assert [(r["module"], r.get("operand"), r["count"]) for r in data["rows"]] == [
+        ("model.layers.{0-1}.self_attn.q_proj", "weight", 2), ("model.layers.{0-1}.mlp", "weight", 2),
+        ("model.layers.{0-1}.mlp.up_proj", "weight", 2), ("model.layers.0.mlp", "activation", 1), ("", None, 1),
+    ]  # fmt: skip
+    one = over_modules(data["rows"])
+    assert [(row["module"], row["count"], row["inherited"]) for row in one] == [
+        ("model.layers.{0-1}.{self_attn.q_proj, mlp, mlp.up_proj}", 6, 6), ("model.layers.0.mlp", 1, 0), ("", 1, 0)
+    ]  # fmt: skip
+    for text in (" ".join(shown.split()) for shown in (printed(data, 200), html.render(data))):
+        assert "model.layers.{0-1}.{self_attn.q_proj, mlp, mlp.up_proj}" in text
+        assert "6 × quantize (weight)" in text and "quantize (activation)" in text
+    many = over_modules([{**one[0], "module": f"a.m{i}"} for i in range(14)])
+    assert [row["module"] for row in many] == [f"a.{{{', '.join(f'm{i}' for i in range(12))}, 2 more}}"]
+    assert [r["module"] for r in over_modules([{**one[0], "module": m} for m in ("", "a.b")])] == ["{(model), a.b}"]
+
+
+def test_a_difference_says_what_is_quantised() -> None:
+    e4m3 = Recipe.jet_rl()
+    rounded = replace(e4m3.linear.activation, scale_dtype="ue8m0"), replace(e4m3.linear.weight, scale_dtype="ue8m0")
+    other = replace(e4m3, linear=replace(e4m3.linear, activation=rounded[0], weight=rounded[1]))
+    traced = trace(meta_lm("llama"))
+    report = check_inclusion(lowered(traced, "train", e4m3), lowered(traced, "infer", other))
+    assert {(f.op, f.operand) for f in report.violations} == {("quantize", "activation"), ("quantize", "weight")}
+    assert Counter(f.operand for f in report.violations) == {"activation": 8, "weight": 14}
 
 
 def test_what_runs_another_engine_is_not_said() -> None:

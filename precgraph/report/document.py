@@ -15,7 +15,7 @@ import precgraph
 from precgraph import strict_json
 from precgraph.errors import CheckError, InputError
 from precgraph.report.suppress import Suppression, judge
-from precgraph.verify.report import Finding, Report, causes, counted, fold, plain
+from precgraph.verify.report import Finding, Report, causes, counted, fold, operator, plain
 from precgraph.verify.rules import RULES
 
 SCHEMA = 1
@@ -115,8 +115,8 @@ def difference(row: Mapping[str, Any]) -> list[str]:
 
 
 def kind(row: Mapping[str, Any]) -> str:
-    """The operator, and how many of them the row stands for."""
-    return f"{row['count']} × {row['op']}" if row["count"] > 1 else str(row["op"])
+    """The operator, what it quantises if it does, and how many of them the row stands for."""
+    return f"{row['count']} × {operator(row)}" if row["count"] > 1 else operator(row)
 
 
 def cause_lines(document: Mapping[str, Any]) -> list[str]:
@@ -233,6 +233,7 @@ def _rows(state: Mapping[str, Sequence[Finding]], reasons: Sequence[str]) -> Ite
             for row in fold(members, name == "violation"):
                 values = {key: getattr(row, key) for key in _ROW_KEYS}
                 data = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+                data |= {"operand": row.operand} if row.operand else {}
                 yield {"state": name, **data, **({} if reason is None else {"reason": reason})}
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from precgraph.report import numerics, svg
 from precgraph.report.document import cause_lines, difference, kernels, kind, rows_of, verdict
 from precgraph.report.terminal import TITLES, summary
+from precgraph.verify.report import over_modules
 from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
 
@@ -18,7 +19,7 @@ from precgraph.verify.why import WHY
 def render(document: Mapping[str, Any]) -> str:
     """The page's text."""
     word, rest = verdict(document)
-    groups = [(state, title, rows_of(document, state)) for state, (title, _) in TITLES.items()]
+    groups = [(state, title, over_modules(rows_of(document, state))) for state, (title, _) in TITLES.items()]
     return str(
         _template().render(
             document=document,

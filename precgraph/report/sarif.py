@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from precgraph.report.document import number, value_lines, verdict
+from precgraph.verify.report import operator
 from precgraph.verify.rules import RULES
 from precgraph.verify.why import WHY
 
@@ -95,7 +96,7 @@ def _rule(finding: Mapping[str, Any], index: Mapping[str, int]) -> dict[str, Any
 
 def _message(row: Mapping[str, Any]) -> str:
     lines = [
-        f"{row['module'] or 'the model'} ({row['op']}): {row['message']}",
+        f"{row['module'] or 'the model'} ({operator(row)}): {row['message']}",
         *value_lines(row),
         f"What to do: {row['remedy']}",
     ]

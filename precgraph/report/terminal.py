@@ -24,7 +24,7 @@ from precgraph.report.document import (
     value_lines,
     verdict,
 )
-from precgraph.verify.report import REFUSED
+from precgraph.verify.report import REFUSED, over_modules
 
 TITLES = {
     "violation": ("Differences", "red"),
@@ -49,7 +49,7 @@ def show(document: Mapping[str, Any], out: Console) -> None:
     for table in numerics.tables(document):
         out.print(_measured(table))
     for state, (title, colour) in TITLES.items():
-        rows = rows_of(document, state)
+        rows = over_modules(rows_of(document, state))
         if rows:
             out.print(_findings(title, rows, colour, out.width))
     if document["fixed"]:
@@ -184,7 +184,7 @@ def _blocks(title: str, rows: Sequence[Mapping[str, Any]], colour: str) -> Rende
 
 
 def _where(row: Mapping[str, Any]) -> str:
-    """The module; the operator and how many there are; how many nodes inherit the difference."""
+    """The modules; the operator and how many there are; how many nodes inherit the difference."""
     inherited = f"\n+ {row['inherited']} nodes inherit it" if row["inherited"] else ""
     return f"{_safe(row['module'] or '(model)')}\n{_safe(kind(row))}{inherited}"
 

@@ -26,6 +26,7 @@ from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, rule
 from precgraph.verify.signature import Difference, local_differences
 
+QUANTISERS = ("quantize", "quantize_dispatched")
 # Attributes that may follow from the dtype of an operand.
 _FOLLOWS_OPERAND = ("dtype", "compute")
 
@@ -245,6 +246,7 @@ class Inclusion:
                 first.code, record.precision.module, name, record.op,
                 tuple(found), tuple(d.train for d in found.values()), tuple(d.infer for d in found.values()),
                 f"differs in {words}", first.remedy, codes=tuple(r.code for r in rules),
+                operand=record.precision.role if record.op in QUANTISERS else "",
             )
         )  # fmt: skip
         self.places.append(place)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from precgraph.verify.rules import Rule
 
 SCHEMA = 1
+NAMED = 12  # modules of one row by name, where people read it
 
 # How the message of a point ends for which compile refuses the rollout's program (PrecisionGraph.refused).
 REFUSED = "precgraph.compile refuses this program"
@@ -22,7 +24,7 @@ class Finding:
     ``node`` is the node's name in the rollout graph, or in the training graph where the rollout has none;
     ``inherited`` counts the nodes downstream that differ only because this one does; ``codes`` are those of the
     attributes, one each, where they are not all ``code``; ``refused`` says that precgraph.compile refuses the rollout's
-    program for it.
+    program for it; ``operand`` is what a quantiser quantises: activation, weight or gradient.
     """
 
     code: str
@@ -37,6 +39,7 @@ class Finding:
     inherited: int = 0
     codes: tuple[str, ...] = ()
     refused: bool = False
+    operand: str = ""
 
     def with_refusal(self) -> Finding:
         """This point as one for which compile refuses the program, which its message says too."""
@@ -67,6 +70,7 @@ class Row:
     count: int
     inherited: int
     codes: tuple[str, ...] = ()
+    operand: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,33 +136,39 @@ class Report:
                 f"{self.compared} {self.unit} compared; {inherited} more {self.unit} only inherit "
                 f"{'them' if len(found) != 1 else 'it'}"
             ]
-        for row in self.rows():
-            lines += ["", *_text(row, "" if row.violation else "note: ", remedy=row.violation)]
+        for row in over_modules(map(asdict, self.rows())):
+            lines += ["", *_text(row, "" if row["violation"] else "note: ", remedy=row["violation"])]
         if self.not_proved:
             lines += ["", "Not proved:"]
-        for row in self.open_rows():
+        for row in over_modules(map(asdict, self.open_rows())):
             lines += ["", *_text(row, "", remedy=True)]
         return "\n".join(lines)
 
 
-def _text(row: Row, prefix: str, *, remedy: bool) -> Iterator[str]:
-    where = f"{row.module or '(model)'}  {row.op}" + (f"  ({row.count} nodes)" if row.count > 1 else "")
-    yield f"{prefix}{row.code}  {where}"
-    width = max(map(len, row.attributes), default=0)
-    for attribute, train, infer in zip(row.attributes, row.train, row.infer, strict=True):
+def _text(row: Mapping[str, Any], prefix: str, *, remedy: bool) -> Iterator[str]:
+    count = f"  ({row['count']} nodes)" if row["count"] > 1 else ""
+    yield f"{prefix}{row['code']}  {row['module'] or '(model)'}  {operator(row)}{count}"
+    width = max(map(len, row["attributes"]), default=0)
+    for attribute, train, infer in zip(row["attributes"], row["train"], row["infer"], strict=True):
         yield f"    {attribute:<{width}}  train {train}  |  infer {infer}"
-    yield f"    {row.message}"
-    if row.inherited:
-        yield f"    {row.inherited} more nodes only inherit this"
+    yield f"    {row['message']}"
+    if row["inherited"]:
+        yield f"    {row['inherited']} more nodes only inherit this"
     if remedy:
-        yield f"    remedy: {row.remedy}"
+        yield f"    remedy: {row['remedy']}"
+
+
+def operator(row: Mapping[str, Any]) -> str:
+    """The operator of a finding or row, and of a quantiser what it quantises."""
+    return f"{row['op']} ({row['operand']})" if row.get("operand") else str(row["op"])
 
 
 def plain(finding: Finding) -> dict[str, Any]:
-    """A finding as JSON data; ``refused`` is there only where it is so."""
+    """A finding as JSON data; ``refused`` and ``operand`` are there only where they say something."""
     data = asdict(finding) | {"codes": finding.numbers()}
-    if not finding.refused:
-        del data["refused"]
+    for name in ("refused", "operand"):
+        if not data[name]:
+            del data[name]
     return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
 
 
@@ -192,6 +202,34 @@ def fold(findings: Iterable[Finding], violation: bool) -> list[Row]:
     return [_row(key, members, violation) for key, members in groups.items()]
 
 
+def over_modules(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows for people: those that differ in nothing but their modules as one, ``module`` being such as
+    ``model.layers.{0-29}.{self_attn.q_proj, mlp.up_proj}``."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        alike = [(key, value) for key, value in row.items() if key not in ("module", "count", "inherited")]
+        groups.setdefault(repr(alike), []).append(row)
+    return [
+        {
+            **members[0], "module": _joined([row["module"] for row in members]),
+            "count": sum(row["count"] for row in members), "inherited": sum(row["inherited"] for row in members),
+        }
+        for members in groups.values()
+    ]  # fmt: skip
+
+
+def _joined(modules: Sequence[str]) -> str:
+    """Several paths as one, by what they begin with; ``NAMED`` of them by name."""
+    if len(set(modules)) == 1:
+        return modules[0]
+    paths = [module.split(".") for module in modules]
+    columns = zip(*(path[:-1] for path in paths), strict=False)
+    shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
+    ends = [".".join(path[len(shared) :]) or "(model)" for path in paths]
+    more = [f"{len(ends) - NAMED} more"] if len(ends) > NAMED else []
+    return ".".join([*shared, "{" + ", ".join([*ends[:NAMED], *more]) + "}"])
+
+
 def masked(module: str) -> str:
     """``model.layers.3.mlp`` as ``model.layers.*.mlp``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)
@@ -209,11 +247,11 @@ def _masked(finding: Finding) -> tuple[int | None, tuple[Any, ...]]:
 
     values = tuple(tuple(map(mask, v)) for v in (finding.train, finding.infer))
     key = (finding.code, mask(finding.module), finding.op, finding.attributes, *values, mask(finding.message))
-    return (int(number) if number else None), (*key, finding.remedy, finding.numbers())
+    return (int(number) if number else None), (*key, finding.remedy, finding.numbers(), finding.operand)
 
 
 def _row(key: tuple[Any, ...], members: list[tuple[int | None, Finding]], violation: bool) -> Row:
-    code, module, op, attributes, train, infer, message, remedy, codes = key
+    code, module, op, attributes, train, infer, message, remedy, codes, operand = key
     layers = sorted({n for n, _ in members if n is not None})
     name = _ranges(layers) if len(layers) > 1 else "".join(map(str, layers))
     fill = "{" + name + "}" if len(layers) > 1 else name
@@ -224,6 +262,7 @@ def _row(key: tuple[Any, ...], members: list[tuple[int | None, Finding]], violat
     return Row(
         violation, code, unmask(module), op, attributes, tuple(map(unmask, train)), tuple(map(unmask, infer)),
         unmask(message), remedy, len(members), sum(f.inherited for _, f in members), codes,
+        operand,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@
 [--output-len 1024] [--layers 4] [--gguf FILE] [--logs DIR]``. Models: Qwen3-8B's shapes with a few layers and random
 weights (head width 128), and SmolLM2-135M-Instruct (64). Per model, ``ours`` is precgraph's engine on the trainer's own
 store, with CUDA graphs, chunked prefill and prefix caching, also after an update of the weights and after sleep and
-wake (on the V2 runner with ``VLLM_USE_V2_MODEL_RUNNER=1``); ``bf16`` and ``fp8`` are stock vLLM, scored by Hugging
+wake (on the V1 runner with ``VLLM_USE_V2_MODEL_RUNNER=0``); ``bf16`` and ``fp8`` are stock vLLM, scored by Hugging
 Face's BF16 model and by precgraph's FP8 training program.
 """
 
@@ -65,7 +65,7 @@ def rows(options: argparse.Namespace, part: str, found: dict[str, Any]) -> list[
     model, run = part.split("-")
     name = f"Qwen3-8B shapes, {options.layers} layers" if model == "random" else "SmolLM2-135M-Instruct"
     shape = f"{name}, {options.requests} x ({options.input_len} + {options.output_len})"
-    runner = " on V2" if os.environ.get(RUNNER) == "1" and run in ("ours", "sleep") else ""
+    runner = " on V1" if os.environ.get(RUNNER) == "0" and run in ("ours", "sleep") else ""
     what = f"{run}{runner}, {found['of']}, scored by {found['trainer']}"
     return [
         *(Result(shape, f"{what}: {k} |delta log-prob|", found[k], "nat") for k in ("max", "mean")),

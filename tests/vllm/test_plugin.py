@@ -258,7 +258,7 @@ def test_tensor_parallel_is_a_typed_error(checkpoint: Callable[..., Any], start:
 def test_which_runner_is_taken(
     checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """V1; V2 where it is asked for and requests can be refused, by a processor or before vLLM has them."""
+    """Of the hook: V1; V2 where it is asked for and requests can be refused, by a processor or before vLLM has them."""
     from vllm import triton_utils
 
     from precgraph.runtime.vllm import config
@@ -287,6 +287,30 @@ def test_which_runner_is_taken(
     monkeypatch.setenv(RUNNER, "0")  # what was comes back, whatever the hook sets
     monkeypatch.delenv(RUNNER)
     assert not args.create_engine_config().use_v2_model_runner
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("asked", "cuda", "triton", "v2"),
+    [
+        (None, True, True, True),
+        (None, True, False, False),
+        (None, False, True, False),
+        ("0", True, True, False),
+        ("1", False, True, True),
+    ],
+)
+def test_which_runner_our_own_engine_takes(
+    asked: str | None, cuda: bool, triton: bool, v2: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm import platforms, triton_utils
+
+    from precgraph.runtime.vllm.config import takes_v2
+
+    monkeypatch.setenv(RUNNER, asked or "")
+    monkeypatch.setattr(type(platforms.current_platform), "is_cuda", lambda self: cuda)
+    monkeypatch.setattr(triton_utils, "HAS_TRITON", triton)
+    assert takes_v2() is v2
 
 
 @pytest.mark.vllm

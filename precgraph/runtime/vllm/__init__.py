@@ -8,7 +8,7 @@ sampler, refusals) is set when a model of that name is configured (:mod:`precgra
 from __future__ import annotations
 
 ARCHITECTURE = "PrecGraphForCausalLM"
-RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # which the plugin sets for the engine's processes, to 0 where it is not set
+RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # which the plugin sets for the engine's processes where it is not set
 # Arguments of a request in its extra_args, vllm_xargs over HTTP: the seed of its draws, and the name under which its
 # kept mass is recorded until it is asked for.
 SEED, RECORD = "precgraph_seed", "precgraph_record"

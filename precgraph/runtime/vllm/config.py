@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import vllm.platforms
 import vllm.triton_utils
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
@@ -88,10 +89,19 @@ def asks_for_v2() -> bool:
     """Whether the environment asks for vLLM's V2 model runner; the plugin takes V1 where it says nothing."""
     asked = os.environ.get(RUNNER) or "0"
     if asked not in ("0", "1"):
-        raise UnsupportedModelError(f"{RUNNER}={asked} is neither 0 nor 1", remedy="unset it: the plugin takes V1")
+        raise UnsupportedModelError(f"{RUNNER}={asked} is neither 0 nor 1", remedy="unset it")
     if asked == "1" and not vllm.triton_utils.HAS_TRITON:
         raise UnsupportedModelError(f"{RUNNER}=1: the V2 runner needs Triton", remedy="install Triton, or unset it")
     return asked == "1"
+
+
+def takes_v2() -> bool:
+    """Whether an engine whose requests are looked at before vLLM has them runs on V2: as the environment says, else on
+    a GPU, as vLLM's own models do. V1's work on the host grows with the requests: a slow one falls behind the card.
+    """
+    if os.environ.get(RUNNER):
+        return asks_for_v2()
+    return bool(vllm.platforms.current_platform.is_cuda() and vllm.triton_utils.HAS_TRITON)
 
 
 @contextmanager

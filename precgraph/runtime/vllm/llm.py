@@ -72,7 +72,7 @@ class LLM:
     ) -> None:
         require_version()
         register()
-        from precgraph.runtime.vllm.config import asks_for_v2, requests_checked  # which imports vLLM
+        from precgraph.runtime.vllm.config import requests_checked, takes_v2  # which imports vLLM
 
         self._actor = None if actor is None else compiled_of(actor)
         require_recipe(recipe)
@@ -85,7 +85,7 @@ class LLM:
         refuse(engine_args)
         # A bad model fails here, with a typed error, and not in a worker.
         self.vocabulary = int(load_config_model(model, warn=False).config.vocab_size)
-        variables = {RUNNER: str(int(asks_for_v2())), **(IN_PROCESS if actor is not None else {})}
+        variables = {RUNNER: str(int(takes_v2())), **(IN_PROCESS if actor is not None else {})}
         with preserved_state(), environment(variables), requests_checked(), default_stream():
             self.engine = self._start(str(model), engine_args)
         self._group = self._groups()

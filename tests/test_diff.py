@@ -72,6 +72,27 @@ def test_findings_that_came_went_and_were_accepted(write: Any) -> None:
     assert [f["module"] for f in back["new"]] == ["gone"]
 
 
+def test_what_became_known_is_a_count(write: Any) -> None:
+    """The others are listed, and all with --verbose."""
+    old = document(*(finding(module=f"model.layers.{n}.mlp", operand="weight") for n in range(50)))
+    many = [finding(module=f"model.layers.{n}.mlp", operand="weight") for n in range(1, 50)]
+    a = write("a", old)
+    b = write("b", document(*many, *(finding(module=f"new.{n}") for n in range(45)), baseline=old))
+    lines = run(a, b).stdout.splitlines()
+    assert sum(line.startswith("new: PG105 amax floor  new.") for line in lines) == 40
+    assert "... and 5 more lines (--verbose shows all)" in lines
+    assert "fixed: PG105 amax floor  model.layers.0.mlp  quantize (weight)  amax_floor 1e-10 | 0.0001" in lines
+    assert "known now, of the baseline: 49 (--verbose lists them)" in lines
+    assert not any(line.startswith("failing -> known") for line in lines)
+    assert lines[-1] == "45 new, 1 fixed, 49 in another state"
+    lines = run(a, b, "--verbose").stdout.splitlines()
+    assert [sum(line.startswith(word) for line in lines) for word in ("new: ", "failing -> known: ", "... and")] == [
+        45, 49, 0
+    ]  # fmt: skip
+    assert not any("--verbose" in line for line in lines)
+    assert sum(line.startswith("known -> failing: ") for line in run(b, a).stdout.splitlines()) == 40  # these fail now
+
+
 def test_a_strict_report_that_fails_is_not_equal_to_one_that_passes(write: Any) -> None:
     """Nor does one that was written before there was such an option differ from one without it."""
     data = document()

@@ -42,6 +42,17 @@ def _why_no_vllm() -> str:
     return "" if importlib.util.find_spec("vllm") else "needs vLLM, which is not installed (pip install vllm)"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def exported() -> Iterator[None]:
+    """``tests/exports.py``: tests that compile the same tiny model share what torch.export made of it."""
+    from precgraph import trace
+    from tests.exports import exported_once
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace, "_export", exported_once(trace._export))
+        yield
+
+
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     """``torch.set_num_threads``, undone after the test."""

@@ -29,6 +29,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
 
 
+@pytest.mark.runner
 def test_an_engine_of_its_own_process(
     processes: None, checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]], tmp_path: Path
 ) -> None:

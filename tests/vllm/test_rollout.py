@@ -2,125 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 import precgraph
 from precgraph.errors import InputError
-from precgraph.loading import load_model
 from precgraph.runtime.engine import Engine
 from precgraph.runtime.sampling import SamplingParams
-from precgraph.runtime.vllm import RUNNER, SEED
+from precgraph.runtime.vllm import SEED
 from precgraph.runtime.vllm.temperature import LEAST
-from tests.families import CAUSAL_LMS, MORE_LMS, causal_lm
 from tests.rollouts import outputs
 from tests.vllm.conftest import largest_difference, with_tokenizer
 
 pytestmark = pytest.mark.vllm
-MAIN = ("qwen3", "llama", "mistral")
+MAIN = ("mistral", "qwen3", "llama")
+# What is no family's: requests, their refusals and interruptions, the generator.
+ANY_FAMILY = pytest.mark.parametrize("pair", MAIN[:1], indirect=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("family", [f for f in (*CAUSAL_LMS, *MORE_LMS) if f not in MAIN])
-def test_every_other_family(
-    family: str, shared: bool, checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]]
-) -> None:
-    """No code is a family's own: windows in some layers only, capped scores, stacked experts, latent attention."""
-    model, path = checkpoint(family)
-    actor = precgraph.compile(model, "train")
-    llm = start(path, actor=actor if shared else None)
-    for _ in range(2):
-        samples = llm.generate(prompts, SamplingParams(max_tokens=10, temperature=0.7))
-        assert largest_difference(actor, samples, 0.7) == 0.0
-    if not family.startswith("deepseek"):  # vLLM caches no prefixes of what it takes for its own latent attention
-        assert sum(s.cached_tokens for s in samples) > 0
-    llm.shutdown()
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_a_routers_bias_is_a_weight(
-    family: str, checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]]
-) -> None:
-    """Trainer, engine and command line have one digest whatever it is, and it reaches the engine on every route."""
-    _, path = checkpoint(family)
-    command = [sys.executable, "-m", "precgraph", "digest", path]
-    digest = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    params = SamplingParams(max_tokens=8, temperature=0.7)
-    for shared in (False, True):
-        actor = precgraph.compile(load_model(path), "train")
-        bias = actor.get_buffer("model.layers.1.mlp.gate.e_score_correction_bias")
-        assert bias.dtype == torch.float32 and bool(bias.any())
-        llm = start(path, digest=digest, actor=actor if shared else None)
-        assert llm.digest == actor.precgraph.digest == digest
-        before = llm.generate(prompts[:5], params)
-        assert largest_difference(actor, before, 0.7) == 0.0
-        bias.copy_(bias.flip(0))  # as balancing the load of experts does
-        actor.sync()
-        if not shared:
-            assert largest_difference(actor, before, 0.7) > 0.0
-            llm.sync(actor)
-        assert largest_difference(actor, llm.generate(prompts[:5], params), 0.7) == 0.0
-        llm.shutdown()
-
-
-def test_a_window_of_no_tokens(
-    checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]]
-) -> None:
-    """transformers writes ``sliding_window: 0`` for Qwen2-MoE, which vLLM makes null in the config that it holds."""
-    model, path = checkpoint("qwen2_moe")
-    assert json.loads((Path(path) / "config.json").read_text())["sliding_window"] == 0
-    actor = precgraph.compile(model, "train")
-    llm = start(path, digest=actor.precgraph.digest)
-    assert largest_difference(actor, llm.generate(prompts, SamplingParams(max_tokens=8)), 1.0) == 0.0
-    llm.shutdown()
-
-
-def test_overrides_of_the_config_are_the_programs(
-    checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]]
-) -> None:
-    changes = {"rms_norm_eps": 0.5, "rope_parameters": {"rope_type": "default", "rope_theta": 123.0}}
-    _, path = checkpoint("qwen3")
-    actor = precgraph.compile(causal_lm("qwen3", **changes), "train")
-    llm = start(path, hf_overrides=changes, digest=actor.precgraph.digest)
-    assert largest_difference(actor, llm.generate(prompts[:5], SamplingParams(max_tokens=8)), 1.0) == 0.0
-    llm.shutdown()
-
-
-@pytest.mark.parametrize("function", [False, True])
-def test_the_programs_config_is_the_checkpoints(function: bool, checkpoint: Callable[..., Any]) -> None:
-    """With the user's changes, which vLLM takes as a function too, and none of vLLM's."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    from precgraph.runtime.vllm.model import _own_config
-
-    model, path = checkpoint("qwen2_moe")
-    ours = {"architectures": ["PrecGraphForCausalLM"], "precgraph": "jet_rl", "quantization_config": None}
-
-    def override(config: Any) -> Any:
-        config.update({"rms_norm_eps": 0.5, **ours})
-        return config
-
-    arguments = {"model": path, "skip_tokenizer_init": True, "dtype": "bfloat16"}
-    overrides = override if function else {"rms_norm_eps": 0.5, **ours}
-    held = EngineArgs(**arguments, hf_overrides=overrides).create_engine_config().model_config
-    assert held.hf_config.sliding_window is None
-    assert _own_config(held).to_dict() == {
-        **AutoConfig.from_pretrained(path).to_dict(), "rms_norm_eps": 0.5, "architectures": [type(model).__name__]
-    }  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=MAIN)
+@pytest.fixture(scope="module", params=[pytest.param(MAIN[0], marks=pytest.mark.runner), *MAIN[1:]])
 def pair(request: pytest.FixtureRequest, checkpoint: Callable[..., Any], start: Callable[..., Any]) -> tuple[Any, Any]:
     """A trainer and an engine that read the same checkpoint each on its own."""
     model, path = checkpoint(request.param)
@@ -144,6 +48,7 @@ def test_every_token_equals_the_trainers(pair: tuple[Any, Any], prompts: list[li
     assert {s.digest for s in first} == {actor.precgraph.graph.digest()} and {s.weights_version for s in first} == {1}
 
 
+@pytest.mark.runner
 def test_preempted_requests_go_on_where_they_were(
     checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,9 +72,12 @@ def test_preempted_requests_go_on_where_they_were(
     assert [(s.token_ids, s.kept_mass) for s in samples] == [(s.token_ids, s.kept_mass) for s in theirs]
 
 
-@pytest.mark.skipif(os.environ.get(RUNNER) == "1", reason="the V2 runner gives a sampler no tokens")
+@ANY_FAMILY
 def test_no_step_asks_for_the_tokens_of_the_step_before(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
-    """Or vLLM would wait for the device before each draw: it does so for any processor of logits, and has our gate."""
+    """Or vLLM would wait for the device before each draw: it does so for any processor of logits, and has our gate.
+
+    The V2 runner gives a sampler no tokens.
+    """
     _, llm = pair
     runner = llm.engine.llm_engine.model_executor.driver_worker.worker.model_runner
     assert runner.vllm_config.model_config.logits_processors
@@ -208,6 +116,8 @@ def test_same_seeds_give_the_embedded_engines_tokens(pair: tuple[Any, Any], prom
     assert {s.finish_reason for s in mine} == {"stop", "length"}
 
 
+@pytest.mark.runner
+@ANY_FAMILY
 def test_seeded_requests_through_chunked_prefill(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
     """vLLM's own CPU sampler stops the engine here: its runner rewinds a generator that cannot be rewound."""
     from vllm import SamplingParams as VllmParams
@@ -223,6 +133,8 @@ def test_seeded_requests_through_chunked_prefill(pair: tuple[Any, Any], prompts:
     assert [s.token_ids for s in mine] == [list(t) for t in tokens[0]]
 
 
+@pytest.mark.runner
+@ANY_FAMILY
 def test_n_samples_of_a_prompt(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
     """By ours and by vLLM's parameters: those that the embedded engine draws for a list of seeds, prompt by prompt."""
     from vllm import SamplingParams as VllmParams
@@ -242,6 +154,7 @@ def test_n_samples_of_a_prompt(pair: tuple[Any, Any], prompts: list[list[int]]) 
         llm.generate([[1]], VllmParams(n=2, extra_args={SEED: 1}))
 
 
+@pytest.mark.runner
 def test_stop_strings_of_vllm_cut_a_sample_and_change_no_bit(
     checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]]
 ) -> None:
@@ -256,6 +169,7 @@ def test_stop_strings_of_vllm_cut_a_sample_and_change_no_bit(
     assert (cut.token_ids, cut.logprobs) == (whole.token_ids[:end], whole.logprobs[:end])
 
 
+@ANY_FAMILY
 def test_equal_samples_are_warned_of_once_a_call(pair: tuple[Any, Any]) -> None:
     from vllm import SamplingParams as VllmParams
 
@@ -271,6 +185,8 @@ def test_equal_samples_are_warned_of_once_a_call(pair: tuple[Any, Any]) -> None:
             llm.generate([[1, 2, 3]] * 2, kind(max_tokens=2, temperature=0.0, seed=1))
 
 
+@pytest.mark.runner
+@ANY_FAMILY
 def test_unseeded_requests_follow_the_global_generator(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
     llm, params = pair[1], SamplingParams(max_tokens=8)
     torch.manual_seed(11)
@@ -283,6 +199,8 @@ def test_unseeded_requests_follow_the_global_generator(pair: tuple[Any, Any], pr
     assert [s.token_ids for s in first] == [s.token_ids for s in third] != [s.token_ids for s in second]
 
 
+@pytest.mark.runner
+@ANY_FAMILY
 def test_alternatives_are_full_vocabulary_log_probabilities(pair: tuple[Any, Any], prompts: list[list[int]]) -> None:
     """What the server's ``logprobs=k`` shows: after temperature, whatever top-p left out."""
     from vllm import SamplingParams as VllmParams
@@ -307,6 +225,8 @@ REFUSED: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.runner
+@ANY_FAMILY
 @pytest.mark.parametrize("name", [*REFUSED, "structured_outputs"])
 def test_what_changes_the_distribution_is_refused(pair: tuple[Any, Any], name: str) -> None:
     """By our LLM with a typed error, and, where the engine is used directly, by the engine's front end."""
@@ -324,6 +244,7 @@ def test_what_changes_the_distribution_is_refused(pair: tuple[Any, Any], name: s
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].token_ids
 
 
+@ANY_FAMILY
 def test_wrong_prompts_are_refused_before_anything_runs(pair: tuple[Any, Any]) -> None:
     from vllm import SamplingParams as VllmParams
 
@@ -353,6 +274,8 @@ def test_wrong_prompts_are_refused_before_anything_runs(pair: tuple[Any, Any]) -
         llm.generate([[1], [2]], [SamplingParams()])
 
 
+@pytest.mark.runner
+@ANY_FAMILY
 @pytest.mark.parametrize("place", ["before", "within", "after"])
 @pytest.mark.parametrize("step", [1, 4])
 def test_an_interrupted_generate_leaves_nothing_behind(

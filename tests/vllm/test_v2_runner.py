@@ -1,4 +1,4 @@
-"""What only vLLM's V2 runner has; ``make test-vllm`` runs tests of rollouts, syncs and processes on it besides."""
+"""What only vLLM's V2 runner has; ``make test-vllm`` runs the tests marked ``runner`` on it besides."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from precgraph.runtime.vllm import RUNNER
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.runner,
     pytest.mark.skipif(os.environ.get(RUNNER) != "1", reason="runs on vLLM's V2 runner; see the target test-vllm"),
 ]
 

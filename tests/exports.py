@@ -1,4 +1,4 @@
-"""torch.export follows each tiny model once: most of the time that a test compiles, and the same for every test."""
+"""torch.export follows each language model once: most of the time of a compilation, and the same in every test."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.families import VOCABULARY
-
-_NOT_READ = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # by any forward
+# What no forward reads: of a config, and of a model that was loaded.
+_NOT_READ = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
+_OF_LOADING = ("name_or_path", "generation_config", "_weight_conversions")
 
 
 def exported_once(export: Callable[..., Any]) -> Callable[..., Any]:
-    """``precgraph.trace._export`` that gives a tiny model like one before the program of that one.
+    """``precgraph.trace._export`` that gives a language model like one before the program of that one.
 
     What makes a graph of it reads the model's own parameters and buffers, so that all that is ours runs every time.
     """
     programs: dict[Hashable, Any] = {}
 
     def once(model: nn.Module, language_model: bool, example_inputs: Sequence[Tensor] | None) -> Any:
-        if not (language_model and isinstance(model, PreTrainedModel) and model.config.vocab_size == VOCABULARY):
+        if not (language_model and isinstance(model, PreTrainedModel)):
             return export(model, language_model, example_inputs)
         key = seen_by_export(model)
         if key not in programs:
             programs[key] = export(model, language_model, example_inputs)
+            programs[key].state_dict.clear()  # or each program would keep its model's weights
         return programs[key]
 
     return once
@@ -51,8 +52,9 @@ def seen_by_export(model: PreTrainedModel) -> Hashable:
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    apart = ("_parameters", "_buffers", "_modules", "config", "generation_config", "name_or_path")
-    return [(name, value) for name, value in sorted(vars(module).items(), key=itemgetter(0)) if name not in apart]
+    apart = ("_parameters", "_buffers", "_modules", "config", *_OF_LOADING)
+    settings = {"_use_kernels": False} | vars(module)  # which loading sets, and is False by default
+    return [(name, value) for name, value in sorted(settings.items(), key=itemgetter(0)) if name not in apart]
 
 
 def _frozen(setting: tuple[str, Any]) -> Hashable:

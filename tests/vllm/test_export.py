@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
 import precgraph
 from precgraph.checkpoint import Fp8Checkpoint, export
 from precgraph.errors import InputError
+from precgraph.loading import load_model
 from precgraph.recipe import Recipe, SelectRule
 from precgraph.runtime.sampling import SamplingParams
 from tests.families import causal_lm
@@ -100,14 +100,19 @@ def test_exports_that_do_not_fit_are_refused(fault: str, start: Callable[..., An
 
 
 @pytest.mark.slow
-def test_smollm2(smollm2: PreTrainedModel, start: Callable[..., Any], tmp_path: Path) -> None:
-    """Real weights of 576 and 192 rows, from the FP8 checkpoint alone."""
-    actor = precgraph.compile(smollm2, "train")
+def test_smollm2(smollm2_gguf: Path, start: Callable[..., Any], tmp_path: Path) -> None:
+    """Real weights, from a checkpoint in bf16 and from an FP8 one alone: 30 layers, hidden 576, a KV width of 192, tied
+    embeddings; no width a multiple of 128."""
+    model = load_model(smollm2_gguf)
+    model.save_pretrained(tmp_path / "bf16")
+    actor = precgraph.compile(model, "train")
     export(actor, tmp_path / "fp8", Recipe.jet_rl())
-    llm = start(tmp_path / "fp8")
-    samples = llm.generate([[1, 504, 253, 21], list(range(40, 70))], SamplingParams(max_tokens=8, temperature=0.7))
-    assert largest_difference(actor, samples, 0.7) == 0.0
-    llm.shutdown()
+    prompts = [[1, 4093, 198, *range(300 + 40 * i, 300 + 40 * i + 5 + 20 * i)] for i in (0, 2, 5)]
+    for folder in ("bf16", "fp8"):
+        llm = start(tmp_path / folder, max_model_len=256)
+        samples = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0.7))
+        assert largest_difference(actor, samples, 0.7) == 0.0
+        llm.shutdown()
 
 
 def test_the_plain_way_names_the_override_that_an_export_needs(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -43,14 +44,21 @@ def _why_no_vllm() -> str:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def exported() -> Iterator[None]:
-    """``tests/exports.py``: tests that compile the same tiny model share what torch.export made of it."""
+def exported() -> Iterator[Callable[..., Any]]:
+    """``tests/exports.py``: tests that compile the same model share what torch.export made of it. The real export."""
     from precgraph import trace
     from tests.exports import exported_once
 
+    export = trace._export
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trace, "_export", exported_once(trace._export))
-        yield
+        patch.setattr(trace, "_export", exported_once(export))
+        yield export
+
+
+@pytest.fixture
+def exported_anew(exported: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a test of tracing itself: torch.export follows each model."""
+    monkeypatch.setattr("precgraph.trace._export", exported)
 
 
 @pytest.fixture

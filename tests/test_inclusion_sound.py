@@ -112,7 +112,7 @@ def test_rope_theta() -> None:
     assert check_inclusion(train, PrecisionGraph.from_json(infer.to_json())).violations == report.violations
 
 
-def test_a_model_without_weights_is_the_real_one() -> None:
+def test_a_model_without_weights_is_the_real_one(exported_anew: None) -> None:
     for sides in ((llama(), llama(device="meta")), (llama(device="meta"), llama()), (llama(), llama())):
         train, infer = graphs(*sides)
         report = check_inclusion(train, infer)

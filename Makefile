@@ -37,7 +37,7 @@ export TOKENIZERS_PARALLELISM := false
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 .PHONY: demo
 demo: $(STAMP) ## check SmolLM2-135M, sample with its FP8 rollout, score with its FP8 trainer
@@ -86,6 +86,10 @@ bench: $(STAMP) ## the CPU benchmarks: every module in benchmarks/
 .PHONY: test-gpu
 test-gpu: ## the GPU tests, in the current environment; in several processes, for kernels compile on first use
 	@PYTHONPATH=. $(GPU_PYTHON) -m pytest -m gpu -n 8 --dist worksteal tests/gpu $(PYTEST_ARGS)
+
+.PHONY: test-gpu-vllm
+test-gpu-vllm: ## the GPU tests in real vLLM, on both model runners, in the current environment
+	@for v2 in 1 0; do VLLM_USE_V2_MODEL_RUNNER=$$v2 $(GPU_PYTHON) -m pytest -m gpu -n 4 tests/vllm $(PYTEST_ARGS); done
 
 .PHONY: memcheck-gpu
 memcheck-gpu: ## the kernel tests at small sizes under compute-sanitizer's memcheck, without torch's memory cache

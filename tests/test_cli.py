@@ -233,9 +233,11 @@ def test_recipes_that_differ_are_inconsistent_in_the_right_row(llama: Path, tmp_
 
 def test_a_layer_that_only_one_side_skips(llama: Path, tmp_path: Path) -> None:
     recipe = recipe_file(tmp_path, select__skip=["model.layers.1.mlp.down_proj"])
-    result = run("check", llama, "--train", recipe, "--json")
+    result = run("check", llama, "--train", recipe, "-o", tmp_path / "report.json")
     assert result.exit_code == 1
-    (finding,) = json.loads(result.stdout)["violations"]
+    assert "linear layers quantised: rollout 14 of 14, training 13 of 14, backend" in result.stdout
+    assert "14 of 14 linear layers quantised, backend" in run("check", llama).stdout
+    (finding,) = load(tmp_path / "report.json")["violations"]
     assert finding["module"] == "model.layers.1.mlp.down_proj"
     assert "rule.gemm" in finding["attributes"]
     assert finding["remedy"]
@@ -264,7 +266,8 @@ def test_check_json_has_a_stable_schema(llama: Path, tmp_path: Path) -> None:
     assert data["ok"] is False
     assert Recipe.from_dict(data["recipes"]["train"]) == Recipe.bf16()
     assert data["digests"]["train"] != data["digests"]["infer"]
-    assert set(data["compared"]) == {"nodes", "linears", "quantized_linears", "kernels"}
+    assert set(data["compared"]) == {"nodes", "linears", "quantized_linears", "train", "kernels"}
+    assert data["compared"]["quantized_linears"] == 14 and data["compared"]["train"]["quantized_linears"] == 0
     assert data["compared"]["kernels"]["reference.linear.fp8_exact_groups"] == 14
     assert set(data["violations"][0]) == {
         "code", "module", "node", "op", "attributes", "train", "infer", "message", "remedy", "inherited",

@@ -17,7 +17,7 @@ from precgraph.errors import PrecGraphError
 
 if TYPE_CHECKING:
     from precgraph.fix import Plan
-    from precgraph.graph import PrecisionGraph
+    from precgraph.graph import PrecisionGraph, Record
     from precgraph.verify import Report
 
 
@@ -113,7 +113,7 @@ def _graphs(
             "recipes": {"train": recipes[0].to_dict(), "infer": recipes[1].to_dict()},
             "stacks": {"train": sides[0].to_json(), "infer": sides[1].to_json()},
             "digests": {"train": train_graph.digest(), "infer": infer_graph.digest()},
-            "compared": _compared(report, infer_graph),
+            "compared": _compared(report, train_graph, infer_graph),
             "parts": drawn_parts(train_graph, infer_graph, report),
         }
 
@@ -125,13 +125,25 @@ def _graphs(
     return report, context, plan
 
 
-def _compared(report: Report, infer: PrecisionGraph) -> dict[str, Any]:
-    """What the verdict rests on: nodes, linears, and how many nodes each kernel runs, by numerics id."""
-    forward = [r for r in infer.records() if r.precision.phase == "forward" and r.precision.numerics]
-    linears = [r for r in forward if r.op == "linear"]
+def _compared(report: Report, train: PrecisionGraph, infer: PrecisionGraph) -> dict[str, Any]:
+    """What the verdict rests on: nodes, linears of both sides, and how many nodes of the rollout each kernel runs, by
+    numerics id."""
     return {
         "nodes": report.compared,
+        **_linears(infer),
+        "train": _linears(train),
+        "kernels": dict(sorted(Counter(str(r.precision.numerics) for r in _forward(infer)).items())),
+    }
+
+
+def _linears(graph: PrecisionGraph) -> dict[str, int]:
+    """How many linear layers the forward has, and how many of them are quantised."""
+    linears = [r for r in _forward(graph) if r.op == "linear"]
+    return {
         "linears": len(linears),
         "quantized_linears": sum(r.precision.rule("gemm") == "quantized" for r in linears),
-        "kernels": dict(sorted(Counter(str(r.precision.numerics) for r in forward).items())),
     }
+
+
+def _forward(graph: PrecisionGraph) -> list[Record]:
+    return [r for r in graph.records() if r.precision.phase == "forward" and r.precision.numerics]

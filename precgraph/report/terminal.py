@@ -77,8 +77,8 @@ def summary(document: Mapping[str, Any]) -> list[str]:
         lines.append(f"{REFUSED}, as nothing says that it treats each token alone: {shown}")
     if document["level"] == "graph":
         lines.append(
-            f"{compared['nodes']} nodes compared, {compared['quantized_linears']} of {compared['linears']} linear "
-            f"layers quantised, backend {document['backend']} for {document['device']}"
+            f"{compared['nodes']} nodes compared, {_linears(compared)}, backend {document['backend']} for "
+            f"{document['device']}"
         )
         lines += _stacks(document["stacks"])
     elif document["level"] == "weights":
@@ -91,6 +91,16 @@ def summary(document: Mapping[str, Any]) -> list[str]:
     elif document["level"] == "env":
         lines.append(f"{how_many(compared)} compared")
     return lines
+
+
+def _linears(compared: Mapping[str, Any]) -> str:
+    """How many linear layers are quantised, on each side where the sides differ in that."""
+    infer, train = (
+        f"{side['quantized_linears']} of {side['linears']}" for side in (compared, compared.get("train", compared))
+    )
+    if train == infer:
+        return f"{infer} linear layers quantised"
+    return f"linear layers quantised: rollout {infer}, training {train}"
 
 
 def _stacks(stacks: Mapping[str, Any]) -> list[str]:

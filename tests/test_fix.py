@@ -267,6 +267,8 @@ def test_an_environment_file_for_the_rollout(llama: str) -> None:
     fixed = check(llama, "--train", "deep_gemm", "--infer", "vllm", "--fix")
     assert Path("precgraph.env").read_text() == "# ours\nHOME_OF=x\nVLLM_USE_DEEP_GEMM_E8M0=0\n"
     assert fixed.exit_code == 1  # a file is not yet an environment
+    both = fixed.output  # stdout and stderr as they came
+    assert fixed.stdout.startswith("inconsistent: ") and len(fixed.stdout.splitlines()) == 1  # no table of this one
     words = " ".join(fixed.stderr.split())
     written = Path("precgraph.env").resolve()
     assert words.startswith(f"wrote {written}: VLLM_USE_DEEP_GEMM_E8M0=0; start both sides in this environment ")
@@ -281,11 +283,15 @@ def test_an_environment_file_for_the_rollout(llama: str) -> None:
         "PG104",
         "PG105",
     }
-    assert (
-        "precgraph.env settles PG102 scale dtype, PG109 quantised twice; "
-        "one root cause remains in that environment, of what no variable settles: "
-    ) in words
-    assert "; the result above is of this one by hand: " in words and words.endswith(left[-1]["remedy"])
+    remedies = dict.fromkeys(f["remedy"] for f in left)
+    assert fixed.stderr.splitlines()[1:-1] == [
+        "precgraph.env settles PG102 scale dtype, PG109 quantised twice",
+        "left in that environment: 1 root cause, by what no variable settles: PG103 scale rule, PG104 division, "
+        "PG105 amax floor",
+        *(f"by hand: {remedy}" for remedy in remedies),
+    ]
+    assert fixed.stderr.splitlines()[-1].startswith("the verdict here, ")
+    assert both.index("wrote ") < both.index("by hand: ") < both.index("the verdict here") < both.index("inconsistent")
 
 
 def test_the_fewest_variables_that_help_and_no_guess() -> None:

@@ -34,17 +34,18 @@ def check_programs(model: str, train: str, infer: str, backend: str, output: Out
         except PrecGraphError:  # no kernel, for one: then the files were better before
             mended.undo()
             raise
-    code = output.conclude(report, context)
     for line in there:
         typer.echo(line, err=True)
-    return code
+    return output.conclude(report, context, brief=bool(there))
 
 
 def _there(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     """What the variables of the environment file settle, by the documents of both environments, and what to do about
-    the rest, which no variable does: as many nodes may differ, each in fewer rules."""
+    the rest, which no variable does: as many nodes may differ, each in fewer rules. The last line leads over to the
+    verdict."""
     from precgraph.fix.environment import FILE
     from precgraph.report import one_line
+    from precgraph.verify.report import counted
     from precgraph.verify.rules import rule
 
     before, after = (
@@ -53,12 +54,13 @@ def _there(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     )
     settled = ", ".join(code for code in before if code not in after) or "some of the differences"
     left = len(there["causes"])
-    rest = f"{left} root causes remain" if left > 1 else f"{'one' if left else 'no'} root cause remains"
-    cause = f", of what no variable settles: {', '.join(after)}" if left else ""
+    rest = f"{counted(left, 'root cause')}, by what no variable settles: {', '.join(after)}" if left else "nothing"
     remedies = dict.fromkeys(f["remedy"] for f in there["violations"])
     return [
-        f"{FILE} settles {settled}; {rest} in that environment{cause}; the result above is of this one",
+        f"{FILE} settles {settled}",
+        f"left in that environment: {rest}",
         *(one_line(f"by hand: {remedy}") for remedy in remedies),
+        "the verdict here, where the variables are not yet set (without --fix: with its tables):",
     ]
 
 

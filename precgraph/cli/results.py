@@ -152,11 +152,11 @@ class Output:
         about = {**context, **where}
         return build(report, about, suppressions=self.suppressions, baseline=self.baseline, strict=self.strict)
 
-    def conclude(self, report: Report, context: Mapping[str, Any]) -> int:
-        """Write the document in every format that was asked for; its exit code. After a diff, stdout gets the verdict
-        alone, so that the diff stays in sight."""
+    def conclude(self, report: Report, context: Mapping[str, Any], *, brief: bool = False) -> int:
+        """Write the document in every format that was asked for; its exit code. After a diff, or with ``brief``, stdout
+        gets the verdict alone, so that what was said before it stays in sight."""
         document = self.document(report, context)
-        self.formats.write(document, brief=self.diff)
+        self.formats.write(document, brief=brief or self.diff)
         return int(document["exit_code"])
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.adamw import adamw
 
+from precgraph.optim import StochasticAdamW, zero_state
 from trainer.config import OptimizerTable
 from trainer.errors import TrainerError, UpdateError
 
@@ -168,7 +168,7 @@ class MasterOptimizer:
     def _fresh_state(self, master: Tensor) -> dict[str, Any]:
         """A zero state of the optimiser's own kind for one parameter."""
         state: dict[str, Any] = self.optimizer.state[master]
-        state.update(_zero_state(master))
+        state.update(zero_state(master))
         if self.optimizer.defaults.get("fused"):  # whose kernel reads the count on the device
             state["step"] = state["step"].to(master.device)
         new = getattr(self.optimizer, "_new_buffer", None)  # torchao's, for 8-bit moments
@@ -205,49 +205,6 @@ def _eight_bit(groups: list[dict[str, Any]], options: dict[str, Any], *, rounded
 
     result: torch.optim.Optimizer = WideSmallStates(groups, **options, bf16_stochastic_round=rounded)
     return result
-
-
-class StochasticAdamW(torch.optim.Optimizer):
-    """torch's AdamW on bf16 parameters: computed in fp32, one parameter at a time, and rounded stochastically.
-
-    Moments are fp32. The expected value of every update is the fp32 update, however small it is.
-    """
-
-    def __init__(
-        self, params: Any, lr: float, betas: tuple[float, float], eps: float, weight_decay: float = 0.0
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(_zero_state(p))
-                wide = p.float()
-                adamw(
-                    [wide], [p.grad.float()], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-                    foreach=False, amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
-                    weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-                )  # fmt: skip
-                p.copy_(stochastic_bf16(wide))
-
-
-def stochastic_bf16(x: Tensor) -> Tensor:
-    """fp32 to one of the two nearest bf16 values, the nearer the likelier, so that the expected value is ``x``.
-
-    Noise is added below the bits that bf16 keeps; a carry rounds away from zero. Draws from torch's global generator.
-    """
-    noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device)
-    return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
-
-
-def _zero_state(p: Tensor) -> dict[str, Tensor]:
-    zeros = torch.zeros_like(p, dtype=torch.float32)
-    return {"step": torch.tensor(0.0), "exp_avg": zeros, "exp_avg_sq": zeros.clone()}
 
 
 def _flatten(value: Tensor) -> Iterator[tuple[str, Tensor]]:

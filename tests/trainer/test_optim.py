@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer.config import OptimizerTable
 from trainer.errors import TrainerError, UpdateError
-from trainer.optim import MasterOptimizer, stochastic_bf16
+from trainer.optim import MasterOptimizer
 
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="needs torchao (pip install 'precgraph[torchao]')"
@@ -71,17 +71,6 @@ def test_fp32_masters_are_torchs_adamw_and_weights_their_rounding() -> None:
         oracle.step()
     assert torch.equal(optimizer.masters["w"].detach(), twin.detach())
     assert w.dtype == torch.bfloat16 and torch.equal(w.detach(), twin.detach().bfloat16())
-
-
-def test_stochastic_rounding_is_unbiased_and_keeps_what_bf16_can_hold() -> None:
-    torch.manual_seed(0)
-    for value in (1.001, -0.3333, 3e-30):
-        x = torch.full((200_000,), value)
-        rounded = stochastic_bf16(x).float()
-        assert len(rounded.unique()) == 2
-        assert rounded.double().mean().item() == pytest.approx(x[0].item(), rel=2e-5)
-    exact = torch.tensor([0.0, 1.0, -2.5, 448.0, float("inf")])
-    assert torch.equal(stochastic_bf16(exact).float(), exact)
 
 
 def test_gradients_of_micro_batches_add_up_in_fp32() -> None:

@@ -277,6 +277,27 @@ def test_the_command(tmp_path: Path) -> None:
     assert CliRunner().invoke(app, ["audit", str(tmp_path / "none.jsonl")]).exit_code == 2
 
 
+def test_several_files_are_one_log(tmp_path: Path) -> None:
+    """One that scored its own tokens, and one that scored others; the third sequence of the latter is not the first
+    file's of that id."""
+    rows, more = log(seed=0), log(seed=1)
+    more[2]["trainer_token_ids"] = [0] * LENGTH
+    files = [tmp_path / "000000.jsonl", tmp_path / "000001.jsonl"]
+    for file, part in zip(files, (rows, more), strict=True):
+        file.write_text("".join(json.dumps(r) + "\n" for r in part))
+    found, one = audit(*files), judged(tmp_path, [*rows, *more])
+    assert (found.measures, found.buckets) == (one.measures, one.buckets)
+    assert found.measures["sequences"] == 2 * ROWS
+    assert found.verdicts[0].words.endswith(f"the first is {files[1]}: s2")
+    result = CliRunner().invoke(app, ["audit", *map(str, files), "--json"])
+    assert (result.exit_code, json.loads(result.stdout)) == (1, json.loads(json.dumps(found.to_json())))
+
+
+def test_a_directory_is_no_log(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is a directory; name the files in it: .*/\*\.jsonl"):
+        audit(tmp_path)
+
+
 def test_the_plot(tmp_path: Path) -> None:
     found = judged(tmp_path, log(noise=0.01))
     if importlib.util.find_spec("matplotlib") is None:

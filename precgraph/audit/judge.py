@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,10 @@ class Audit:
         }
 
 
-def audit(path: str | Path) -> Audit:
-    """Read a log and judge it. InputError names a malformed line; CheckError if no token can be compared."""
-    rows = list(read(Path(path)))
+def audit(*paths: str | Path) -> Audit:
+    """Read a log, of one or several files, and judge it as one; sequences of several files are named ``FILE: ID``.
+    InputError names a malformed line, or a directory; CheckError if no token can be compared."""
+    rows = [row for path in paths for row in _named(Path(path), alone=len(paths) == 1)]
     misaligned = _misaligned(rows)
     usable = [r for r in rows if len(r.rollout) == len(r.trainer)]
     where = np.concatenate(
@@ -81,13 +82,20 @@ def audit(path: str | Path) -> Audit:
     if not where.any():
         if misaligned:
             return Audit({"sequences": len(rows), "tokens": 0}, {}, [], (misaligned,))
-        raise CheckError("no token has both log-probabilities", path=str(path), remedy="log both for each token")
+        raise CheckError(
+            "no token has both log-probabilities", path=", ".join(map(str, paths)), remedy="log both for each token"
+        )
     tokens = _Tokens(usable, where)
     found = [v for v in (misaligned or _shifted(usable), *_causes(tokens, usable)) if v is not None]
     return Audit(
         _measures(tokens, rows), _buckets(tokens), _worst(tokens, usable), (*found, _numeric(tokens, found)),
         (tokens.rollout, tokens.trainer),
     )  # fmt: skip
+
+
+def _named(path: Path, *, alone: bool) -> Iterator[Logged]:
+    """The sequences of one file; their ids may be those of another's."""
+    return (row if alone else replace(row, name=f"{path}: {row.name}") for row in read(path))
 
 
 # ---------------------------------------------------------------------------------------- measures

@@ -61,6 +61,8 @@ class Logged:
 
 def read(path: Path) -> Iterator[Logged]:
     """The sequences of a log, in order."""
+    if path.is_dir():
+        raise InputError("is a directory", path=str(path), remedy=f"name the files in it: {path / '*.jsonl'}")
     try:
         lines = strict_json.lines(path)
     except OSError as error:

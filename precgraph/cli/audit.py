@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 @guarded
 def audit(
-    log: Annotated[Path, typer.Argument(metavar="LOG.jsonl", help="A sequence a line.", show_default=False)],
+    logs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="LOG.jsonl",
+            help="A sequence a line. Several files are judged as one log, such as rollout/*.jsonl of a run.",
+            show_default=False,
+        ),
+    ],
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw it (needs matplotlib).")] = None,
     as_json: Json = False,
 ) -> None:
@@ -26,13 +33,13 @@ def audit(
     trainer_token_ids, entropy, kept_mass, mask, temperature, top_p, id.
     Exit code 0: no defect; 1: a defect; 2: could not judge.
     """
-    require_place(plot, reads=(log,))
+    require_place(plot, reads=logs)
     with progress() as step:
-        step(f"reading {log}")
+        step(f"reading {', '.join(map(str, logs))}")
         from precgraph.audit import audit as judge
         from precgraph.audit import plot as draw
 
-        found = judge(log)
+        found = judge(*logs)
         if plot is not None:
             step("drawing")
             draw(found, plot)

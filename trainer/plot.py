@@ -1,7 +1,7 @@
 """Curves of several runs on one page, and a table of what they came to.
 
-Runs that differ only in ``run.name``, ``run.dir`` and ``run.seed`` are of one experiment: one colour, and one row with
-the spread of its seeds. Runs of one seed, such as a fork and its origin, are not independent and count once.
+Runs that differ only in their seeds and in keys that change no number are of one experiment: one colour, and one row
+with the spread of its seeds. Runs of one seed, such as a fork and its origin, are not independent and count once.
 """
 
 from __future__ import annotations
@@ -71,8 +71,26 @@ DEFINITIONS = (
     "Δ is the trainer's log-probability of a sampled token less the rollout's, in nats, over the full vocabulary after "
     "temperature; k3 is the mean of exp(Δ) − 1 − Δ, an estimate of KL(rollout ‖ trainer)."
 )
-# What differs between seeds of one experiment: names, the share of a card, and where things are to be had from.
-_NO_PART = ("run.name", "run.dir", "run.seed", "model.memory", "model.origin", "task.origin")
+# What may differ between seeds of one experiment, and why. Not run.steps and run.eval_every, which decide what final
+# values and evaluations are of; nor model.checkpointing and precision.checked, which cost time: s / step is compared.
+_NO_PART = {
+    "run.seed": "it is what seeds differ in",
+    "run.name": "a label",
+    "run.dir": "a place",
+    "run.save_every": "saving draws nothing, and is no part of a step's time",
+    "run.keep": "which files stay",
+    "model.memory": "the share of a card",
+    "model.origin": "read by messages alone",
+    "task.origin": "read by messages alone",
+    "precision.allow_mismatch": "it lets a pair run, and does not choose it",
+    "metrics.asserts": "they stop a run, and change no step",
+    "metrics.names": "the same figures once more",
+    "metrics.masked_alarm": "read by an alarm alone",
+    "metrics.tensorboard": "a copy of what is recorded",
+    "metrics.wandb": "a copy of what is recorded",
+    "metrics.samples": "how many texts a record shows",
+    "metrics.log_tokens": "written after the step was measured; unlike metrics.threshold, which a figure counts from",
+}
 SPARSE = 20  # so few values are drawn as points, too: a single one is no line
 NAMED = 4  # keys in a figure's legend
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#e69f00", "#6f4e9c", "#555555")

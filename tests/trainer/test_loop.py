@@ -30,6 +30,7 @@ import precgraph
 from precgraph.audit import audit
 from precgraph.recipe import GradientRule
 from tests.trainer import tiny
+from tests.trainer.test_plot import ASIDE
 from trainer import checkpoint, loop, loss, precision
 from trainer.cli import verdict
 from trainer.errors import (
@@ -138,6 +139,18 @@ def test_an_exact_run_has_no_mismatch_and_measures_everything(tmp_path: Path) ->
         assert 0 < record["entropy/mean"] < 5 and record["clip/share"] == 0.0
     assert records[0]["kl/reference"] == 0.0 < records[1]["kl/reference"]
     assert (tmp_path / "config.toml").exists() and checkpoint.steps(tmp_path) == [0, 1, 2]
+
+
+def test_keys_that_compare_leaves_aside_change_no_number(tmp_path: Path) -> None:
+    """All of them at once, but for the seed, which is meant to, what messages alone read, and what is not installed. A
+    metric by another trainer's name is one more."""
+    tables = {name: dict(table) for name, table in ASIDE.items() if name != "task"}
+    del tables["run"]["seed"], tables["metrics"]["wandb"]
+    records = []
+    for place, changes in ((tmp_path / "a", {}), (tmp_path / "b", tables)):
+        trainer(place, **{**changes, "run": {"steps": 3, **changes.get("run", {})}}).run()
+        records.append([{k: v for k, v in r.items() if k != "samples"} for r in lasting(read_records(place))])
+    assert len(records[0]) == 3 and records[0] == [{k: r[k] for k in records[0][0]} for r in records[1]]
 
 
 def test_truncated_sampling_is_compared_on_the_full_vocabulary(tmp_path: Path) -> None:

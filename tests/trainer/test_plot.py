@@ -102,6 +102,34 @@ def test_experiments_of_one_arm_are_told_apart_by_their_directories(tmp_path: Pa
     assert labels == ["exact (origin)", "exact (fork)"]
 
 
+ASIDE: dict[str, dict[str, Any]] = {  # every key that changes no number, at another value
+    "run": {"seed": 8, "name": "another", "save_every": 2, "keep": 1},
+    "model": {"memory": 0.5, "origin": "ask for it"},
+    "task": {"origin": "ask for it"},
+    "precision": {"allow_mismatch": True},
+    "metrics": {
+        "asserts": ["loss < 99"], "names": ["trl", "nemo"], "masked_alarm": 0.5, "tensorboard": True, "wandb": True,
+        "samples": 1, "log_tokens": True,
+    },
+}  # fmt: skip
+
+
+def test_keys_that_change_no_number_tell_no_experiments_apart(tmp_path: Path) -> None:
+    """What they are is measured: ``test_loop.py`` makes a run with each of them."""
+    assert {f"{name}.{key}" for name, table in ASIDE.items() for key in table} | {"run.dir"} == plot._NO_PART.keys()
+    record = {"reward/mean": 1.0}
+    paths = [written(tmp_path / "a", [record]), written(tmp_path / "b", [record], **ASIDE)]
+    assert cells(paths)["seeds"] == "2"
+    for name, table in (
+        ("run", {"steps": 5}), ("run", {"eval_every": 1}), ("metrics", {"threshold": 1.0}),
+        ("precision", {"checked": True}), ("rollout", {"max_sequences": 8}), ("train", {"micro_batch_tokens": 256}),
+    ):  # fmt: skip
+        (key,) = table
+        other = written(tmp_path / f"{name}.{key}", [record], **{name: table})
+        keys = differing(groups(read_runs([paths[0], other])))
+        assert [row[0] for row in keys[1:]] == [f"{name}.{key}"]
+
+
 def test_what_experiments_differ_in_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By table, page and legend, and nothing else: seeds and names are no difference, the arm is in the label."""
     record = {"reward/mean": 1.0}

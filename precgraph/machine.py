@@ -32,7 +32,6 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "deep_gemm": ("sgl-deep-gemm", "deep-gemm", "deep_gemm"),
     "vllm": versions.DISTRIBUTIONS,
 }
-_EXTRAS = {"triton": "triton", "deep_gemm": "deep-gemm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +126,7 @@ def _backend(name: str, part: str, device: torch.device, chosen: str) -> Status:
         problem = LoweringError(f"does not load: {error}", remedy="install what it needs")
     if problem is None:
         return Status(name, True, "can run" + (", and is what auto picks" if name == chosen else ""))
-    remedy = problem.remedy or ""
-    if part in _EXTRAS and version(part) is None:
-        remedy = f"pip install 'precgraph[{_EXTRAS[part]}]'" + (f"; {remedy}" if remedy else "")
-    return Status(name, False, problem.message, remedy)
+    return Status(name, False, problem.message, problem.remedy or "")
 
 
 def _vllm() -> list[Status]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,6 +37,18 @@ def test_doctor_tables() -> None:
     assert result.exit_code == 0
     for word in ("torch", "nvcc", "deep_gemm", "fp32 matmuls on CUDA", "doctor --exact"):
         assert word in result.stdout
+
+
+def test_doctor_and_check_name_the_cause_on_a_cpu_and_no_remedy_of_a_gpu(
+    config_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No package makes a CPU a Hopper GPU; and who types --backend is told so in those words."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = {status.name: status for status in machine.backends()}
+    assert rows["deep_gemm"].detail == "FP8 GEMMs need compute capability 9.0 (H100, H200), not a CPU"
+    assert rows["deep_gemm"].remedy == rows["cublas"].remedy == registry.TAKE_REFERENCE
+    refused = run("check", config_folder("llama"), "--backend", "deep_gemm")
+    assert_error(refused, rows["deep_gemm"].detail, "take the backend reference (--backend reference; in Python ")
 
 
 def test_doctor_notices_a_switch_that_changes_bits() -> None:

@@ -19,7 +19,7 @@ from precgraph.graph import tensor
 from precgraph.lowering.fuse import Fusion, register_fusion
 from precgraph.lowering.gemm_nodes import fp8, wgrads
 from precgraph.lowering.packs import adjacent
-from precgraph.lowering.registry import Kernel, register
+from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
 from precgraph.quantizer import QTensor
 
 _CUDA = (12, 9)  # the first whose cuBLASLt has such scales on Hopper
@@ -31,7 +31,7 @@ def unavailable(device: torch.device) -> LoweringError | None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return LoweringError(
             "cuBLASLt multiplies FP8 in groups of 128 on compute capability 9.0 (H100, H200) alone",
-            remedy='use backend="reference"',
+            remedy=TAKE_REFERENCE,
         )
     found = tuple(int(part) for part in str(torch.version.cuda).split("."))
     if found < _CUDA:

@@ -42,7 +42,7 @@ from precgraph.lowering.packs import (
     pad_columns,
     padded,
 )  # fmt: skip
-from precgraph.lowering.registry import Kernel, register
+from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
 from precgraph.quantizer import QTensor
 
 _DISTRIBUTIONS = (("deep_gemm", "sgl-deep-gemm", "0.1."), ("vllm.third_party.deep_gemm", "vllm", "0."))
@@ -69,10 +69,11 @@ def library() -> tuple[str, str]:
 def unavailable(device: torch.device) -> LoweringError | None:
     """Why DeepGEMM cannot run on ``device``: another GPU, no library, no compiler."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        found = ".".join(map(str, torch.cuda.get_device_capability(device))) if device.type == "cuda" else device.type
+        on_gpu = device.type == "cuda"
+        found = ".".join(map(str, torch.cuda.get_device_capability(device))) if on_gpu else f"a {device.type.upper()}"
         return LoweringError(
             f"FP8 GEMMs need compute capability 9.0 (H100, H200), not {found}",
-            remedy='use backend="reference", or a bf16 recipe',
+            remedy=f"{TAKE_REFERENCE}{', or a bf16 recipe' if on_gpu else ''}",
         )
     try:
         name = library()[1]

@@ -82,6 +82,8 @@ BACKENDS = {
     "deep_gemm": ("cublas", "deep_gemm", "flash_attention", "triton", "reference"),
 }
 AUTO = {"cuda": "deep_gemm"}  # elsewhere the reference
+# The remedy where a kernel cannot run, for those who call and those who type.
+TAKE_REFERENCE = 'take the backend reference (--backend reference; in Python backend="reference")'
 
 
 def register(*kernels: Kernel) -> None:
@@ -98,13 +100,13 @@ def backends(backend: str, device: torch.device) -> tuple[str, ...]:
     if backend != "auto" and backend not in BACKENDS:
         raise LoweringError(f"no backend is called {backend!r}", remedy=f"choose auto or one of {', '.join(BACKENDS)}")
     names = BACKENDS[AUTO.get(device.type, "reference") if backend == "auto" else backend]
+    if backend != "auto":
+        # triton_flash is no module
+        problem = unavailable(backend if backend in _MODULES else names[0], device)
+        if problem is not None:
+            raise problem
     for name in names:
         importlib.import_module(_MODULES[name])
-    if backend == "auto":
-        return names
-    problem = unavailable(backend if backend in _MODULES else names[0], device)  # triton_flash is no module
-    if problem is not None:
-        raise problem
     return names
 
 

@@ -156,5 +156,5 @@ def test_what_the_kernels_do_not_compute_is_refused() -> None:
     x = awkward(4, 256)
     with pytest.raises(LoweringError, match="compute 1x128"):
         q.quantize_rows(x, Format("float8_e4m3fn", "1x64"))
-    with pytest.raises(LoweringError, match="backend='reference'"):
+    with pytest.raises(LoweringError, match='backend="reference"'):
         q.quantize_rows(x.to("meta"), ROWS)

@@ -10,9 +10,11 @@ depend on the shapes of weights, never on the number of tokens.
 import importlib.util
 
 from precgraph.errors import LoweringError
+from precgraph.lowering.registry import TAKE_REFERENCE
 
 if importlib.util.find_spec("triton") is None:
     raise LoweringError(
         "the Triton kernels need the package triton, which is not installed",
-        remedy="install a CUDA build of torch, which brings it, or compile with backend='reference'",
+        remedy="on a GPU, pip install 'precgraph[triton]' or a CUDA build of torch, which brings it; elsewhere "
+        f"{TAKE_REFERENCE}",
     )

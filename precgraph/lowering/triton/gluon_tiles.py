@@ -16,6 +16,7 @@ from __future__ import annotations
 import triton
 
 from precgraph.errors import LoweringError
+from precgraph.lowering.registry import TAKE_REFERENCE
 from precgraph.lowering.triton.primitives import (
     inside_tile,
     load_tile,
@@ -38,8 +39,7 @@ except (ImportError, AttributeError) as error:
     raise LoweringError(
         f"the kernels that quantise along tokens are written in Gluon as Triton 3.6 to 3.9 have it; Triton "
         f"{triton.__version__} has another: {error}",
-        remedy="install the triton that torch brings (3.6.0 to 3.9.0 compile these kernels), or compile with "
-        "backend='reference'",
+        remedy=f"install the triton that torch brings (3.6.0 to 3.9.0 compile these kernels), or {TAKE_REFERENCE}",
     ) from error
 
 __all__ = ["CHUNK", "CHUNKS", "WARPS", "fetch", "gl", "gluon", "place", "put", "stage", "store_staged"]

@@ -22,7 +22,7 @@ from precgraph.graph import precision, tensor
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8
 from precgraph.lowering.packs import Fp8Weight, MasterWeight
-from precgraph.lowering.registry import Kernel, register
+from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
 from precgraph.lowering.triton import gated, gemm, norm, norm_backward, quantize, rope
 from precgraph.lowering.triton.primitives import rule
 from precgraph.quantizer import QTensor
@@ -36,7 +36,7 @@ def unavailable(device: torch.device) -> LoweringError | None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
         return LoweringError(
             "the Triton kernels need a CUDA device with FP8 tensor cores (compute capability 9.0 or newer)",
-            remedy='use backend="reference"',
+            remedy=TAKE_REFERENCE,
         )
     return None
 

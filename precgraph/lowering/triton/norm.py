@@ -17,6 +17,7 @@ from torch import Tensor
 from precgraph.errors import InputError, LoweringError
 from precgraph.format import Format
 from precgraph.lowering.reference.reductions import PIECE
+from precgraph.lowering.registry import TAKE_REFERENCE
 from precgraph.lowering.triton.layouts import matrix, new_like, new_rows, new_tokens, pairs, require_bf16
 from precgraph.lowering.triton.primitives import (
     EXACT,
@@ -145,7 +146,7 @@ def check_width(x: Tensor, weight: Tensor) -> None:
     if x.shape[-1] > _MAX_WIDTH:
         raise LoweringError(
             f"a norm over {x.shape[-1]} channels does not fit one program; the kernel takes {_MAX_WIDTH}",
-            remedy="compile with backend='reference'",
+            remedy=TAKE_REFERENCE,
         )
 
 

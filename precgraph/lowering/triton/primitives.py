@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from precgraph.errors import LoweringError
 from precgraph.format import Format
+from precgraph.lowering.registry import TAKE_REFERENCE
 
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 """Launch options that every kernel needs to give the reference's bits."""
@@ -54,7 +55,7 @@ def rule(fmt: Format | None, granularity: str) -> Rule | None:
         raise LoweringError(
             f"the Triton quantisers compute {granularity} with an amax floor of at least {_FLOOR} and a scale of amax, "
             f"once, not {fmt}",
-            remedy="change the recipe's format, or compile with backend='reference'",
+            remedy=f"change the recipe's format, or {TAKE_REFERENCE}",
         )
     floor = struct.unpack("<i", struct.pack("<f", fmt.amax_floor))[0]
     multiplies, power, inverse = fmt.scale_rule != "amax/max", fmt.scale_dtype == "ue8m0", fmt.divide != "true"
@@ -67,7 +68,7 @@ def source(*formats: Format | None) -> tl.dtype:
     if len(names) != 1:
         raise LoweringError(
             f"one kernel cannot round its input to {' and '.join(sorted(names))}",
-            remedy="give both formats of a value one source, or compile with backend='reference'",
+            remedy=f"give both formats of a value one source, or {TAKE_REFERENCE}",
         )
     return _TL[getattr(torch, names.pop())]
 
@@ -90,15 +91,13 @@ def require(*tensors: Tensor | None) -> None:
 @functools.cache
 def _require_device(device: torch.device) -> None:
     if device.type != "cuda":
-        raise LoweringError(
-            f"the Triton kernels run on CUDA devices, not on {device}", remedy="compile with backend='reference'"
-        )
+        raise LoweringError(f"the Triton kernels run on CUDA devices, not on {device}", remedy=TAKE_REFERENCE)
     capability = torch.cuda.get_device_capability(device)
     if capability < (9, 0):
         raise LoweringError(
             f"the Triton kernels need FP8 tensor cores (compute capability 9.0, Hopper); "
             f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}",
-            remedy="run on an H100 or newer, or compile with backend='reference'",
+            remedy=f"run on an H100 or newer, or {TAKE_REFERENCE}",
         )
 
 

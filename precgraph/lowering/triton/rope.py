@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from precgraph.errors import InputError, LoweringError
+from precgraph.lowering.registry import TAKE_REFERENCE
 from precgraph.lowering.triton.layouts import new_like
 from precgraph.lowering.triton.primitives import (
     EXACT,
@@ -150,7 +151,7 @@ def _check(xs: Sequence[Tensor], weights: Sequence[Tensor | None], cos: Tensor, 
         if cos.stride(2) != 1 or D % 2 or D > 512:
             raise LoweringError(
                 f"no Triton kernel rotates heads of {D} by tables of strides {cos.stride()}",
-                remedy="compile with backend='reference'",
+                remedy=TAKE_REFERENCE,
             )
         if weight is not None and (weight.shape != (D,) or weight.dtype != x.dtype or not weight.is_contiguous()):
             raise InputError(f"the weight of a norm over heads of {D} is {weight.dtype} {list(weight.shape)}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from typer.testing import CliRunner, Result
 from precgraph import Recipe
 from precgraph.checking import lowered
 from precgraph.cli import app
+from precgraph.recipe import SelectRule
 from precgraph.report.suppress import Suppression
 from precgraph.trace import Trace, trace
 from tests.families import meta_lm
@@ -41,6 +44,36 @@ def traced() -> Trace:
 @pytest.fixture(scope="module")
 def graph(traced: Trace) -> dict[str, Any]:
     return lowered(traced, "infer", Recipe.jet_rl(), "reference").to_json()
+
+
+@pytest.fixture(scope="module")
+def train(traced: Trace) -> dict[str, Any]:
+    return lowered(traced, "train", Recipe.jet_rl(), "reference").to_json()
+
+
+def renamed(graph: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose nodes have other names everywhere, in the names of fusion groups too."""
+    other = copy.deepcopy(graph)
+    names = {row["name"]: f"n{k}" for k, row in enumerate(reversed(other["nodes"]))}
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, list):
+            return [walk(v) for v in value]
+        if isinstance(value, dict):
+            return {key: names[v] if key == "node" else walk(v) for key, v in value.items()}
+        return value
+
+    for row in other["nodes"]:
+        row["name"], row["args"], row["kwargs"] = names[row["name"]], walk(row["args"]), walk(row["kwargs"])
+        row["precision"]["fusion"] = re.sub(
+            r"\((\w+)\)$", lambda found: f"({names[found[1]]})", row["precision"]["fusion"] or ""
+        ) or None  # fmt: skip
+    return other
+
+
+def row_of(graph: dict[str, Any], op: str, module: str) -> dict[str, Any]:
+    """The first node of an operator in a module."""
+    return next(n for n in graph["nodes"] if (n["op"], n["precision"]["module"]) == (op, module))
 
 
 # ------------------------------------------------------------------------------------------- reports
@@ -132,7 +165,7 @@ def test_a_planted_difference_is_the_only_one(write: Any, graph: dict[str, Any])
     data = json.loads(result.stdout)
     (changed,) = data["changed"]
     assert changed == {
-        "name": node["name"], "op": "rms_norm", "module": "model.layers.0.input_layernorm",
+        "name": node["name"], "name_a": node["name"], "op": "rms_norm", "module": "model.layers.0.input_layernorm",
         "fields": {"precision.compute": ["float32", "bfloat16"]},
     }  # fmt: skip
     assert not data["only_a"] and not data["only_b"] and not data["parameters"] and not data["fields"]
@@ -151,12 +184,82 @@ def test_two_recipes_differ_in_the_quantisers_of_weights(write: Any, graph: dict
     assert "precision.format.amax_floor: 1e-12 -> 0.0001" in text
 
 
-def test_nodes_of_one_side_and_another_mode(write: Any, graph: dict[str, Any], traced: Trace) -> None:
-    train = lowered(traced, "train", Recipe.jet_rl(), "reference").to_json()
+def test_a_layer_left_out_is_what_differs_at_that_layer(write: Any, train: dict[str, Any], traced: Trace) -> None:
+    """Its quantisers (of x, weight and dy, and of both operands of WGrad) go, and all later ones get other numbers."""
+    down = "model.layers.0.mlp.down_proj"
+    recipe = replace(Recipe.jet_rl(), select=SelectRule(skip=(down,)))
+    other = lowered(traced, "train", recipe, "reference").to_json()
+    result = run(write("a", train), write("b", other), "--json")
+    found = json.loads(result.stdout)
+    assert len(found["only_a"]) == len(train["nodes"]) - len(other["nodes"]) == 5
+    assert not found["only_b"] and not found["parameters"] and not found["order"]
+    assert {n["op"] for n in found["only_a"]} == {"quantize"}
+    assert {n["module"] for n in found["only_a"] + found["changed"]} == {down, "model.layers.0.mlp"}
+    changed = {n["op"]: n["fields"] for n in found["changed"]}
+    assert sorted(n["op"] for n in found["changed"]) == ["gated", "gated", "linear", "linear_dgrad", "linear_wgrad"]
+    assert changed["gated"].keys() == {"precision.fusion"}
+    assert changed["linear"]["precision.rules.gemm"] == ["quantized", "plain"]
+    quantised, weight = changed["linear"]["arguments.weight"]
+    assert (quantised.endswith(f" (quantize of {down})"), weight) == (True, f"{down}.weight")
+    assert "5 nodes differ, 5 only in A, 0 only in B" in run(write("a", train), write("b", other)).stdout
+
+
+def test_names_of_nodes_are_no_difference(write: Any, train: dict[str, Any]) -> None:
+    other = renamed(train)
+    assert not {n["name"] for n in train["nodes"]} & {n["name"] for n in other["nodes"]}
+    result = run(write("a", train), write("b", other))
+    assert (result.exit_code, result.stdout) == (0, "equal: the two graphs differ in nothing\n")
+
+
+@pytest.mark.parametrize("to", ["model.layers.1.mlp", "model.elsewhere"])
+def test_a_node_in_another_module_is_the_only_difference(write: Any, train: dict[str, Any], to: str) -> None:
+    """Also where that module has such a node already."""
+    old, other = row_of(train, "gated", "model.layers.0.mlp"), renamed(train)
+    new = row_of(other, "gated", "model.layers.0.mlp")
+    new["precision"]["module"] = to
+    found = json.loads(run(write("a", train), write("b", other), "--json").stdout)
+    fields = {"precision.module": ["model.layers.0.mlp", to]}
+    assert found["changed"] == [
+        {"name": new["name"], "name_a": old["name"], "op": "gated", "module": to, "fields": fields}
+    ]
+    assert not found["only_a"] and not found["only_b"]
+    assert f"differs: {old['name']} -> {new['name']}  gated  {to}" in run(write("a", train), write("b", other)).stdout
+
+
+def test_an_edge_is_what_it_comes_from(write: Any, graph: dict[str, Any]) -> None:
+    """A quantiser that nothing reads any more is still a node of both."""
+    out = "model.layers.0.self_attn.o_proj"
+    other = renamed(graph)
+    old, linear = row_of(graph, "linear", out), row_of(other, "linear", out)
+    quantiser = next(n for n in other["nodes"] if {"node": n["name"]} == linear["args"][0])
+    linear["args"][0] = quantiser["args"][0]
+    found = json.loads(run(write("a", graph), write("b", other), "--json").stdout)
+    (changed,) = found["changed"]
+    assert (changed["name_a"], changed["name"]) == (old["name"], linear["name"])
+    assert changed["fields"] == {
+        "arguments.x": [
+            f"{old['args'][0]['node']} (quantize of model.layers.0.self_attn)",
+            f"{linear['args'][0]['node']} (getitem of model.layers.0.self_attn)",
+        ]
+    }
+    assert not found["only_a"] and not found["only_b"]
+
+
+def test_a_constant_that_json_has_no_number_for(write: Any, graph: dict[str, Any]) -> None:
+    other = copy.deepcopy(graph)
+    norm = next(n for n in other["nodes"] if n["op"] == "rms_norm")
+    eps = norm["args"][2]
+    norm["args"][2] = {"float": "inf"}
+    (changed,) = json.loads(run(write("a", graph), write("b", other), "--json").stdout)["changed"]
+    assert changed["fields"] == {"arguments.eps": [eps, "Infinity"]}
+
+
+def test_nodes_of_one_side_and_another_mode(write: Any, graph: dict[str, Any], train: dict[str, Any]) -> None:
     found = json.loads(run(write("a", graph), write("b", train), "--json").stdout)
     assert found["fields"]["mode"] == ["infer", "train"]
     assert len(found["only_b"]) > 0
     assert len(train["nodes"]) - len(graph["nodes"]) == len(found["only_b"]) - len(found["only_a"])
+    assert {key for n in found["changed"] for key in n["fields"]} == {"precision.saved", "precision.cache"}
 
 
 # ----------------------------------------------------------------------------------------- bad input

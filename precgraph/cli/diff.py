@@ -59,7 +59,8 @@ def _lines(found: Mapping[str, Any], most: int | None) -> Iterator[str]:
         yield from _cut([f"{title}: {n['name']}  {n['op']}  {_plain(n['module'])}" for n in found[key]], most)
     lines = []
     for node in found["changed"]:
-        lines.append(f"differs: {node['name']}  {node['op']}  {_plain(node['module'])}")
+        name = node["name"] if node["name_a"] == node["name"] else f"{node['name_a']} -> {node['name']}"
+        lines.append(f"differs: {name}  {node['op']}  {_plain(node['module'])}")
         lines += _values("    ", node["fields"])
     yield from _cut(lines, most)
     yield from _cut([f"parameter {line}" for line in _values("", found["parameters"])], most)

@@ -5,43 +5,38 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from precgraph import strict_json
 from precgraph.errors import InputError
 from precgraph.report.document import findings_of, load
 
+if TYPE_CHECKING:
+    from precgraph.graph import PrecisionGraph
+
 SCHEMA = 1
-_HEAD = ("mode", "family", "causal_lm", "recipe", "passes", "libraries")
-# Of the operands and attributes of a node, which also hold names of other nodes.
-_NODE = ("op", "target", "args", "kwargs", "tensor", "precision")
 
 
 def diff_files(a: Path, b: Path) -> dict[str, Any]:
     """Two files of one kind: ``kind`` (graph or report), ``equal``, and what changed.
 
-    InputError: a file is neither, or the two are not of one kind or level.
+    InputError: a file is neither, or the two are not of one kind or level; CheckError: a graph has no operators.
     """
     kinds = [_kind(path) for path in (a, b)]
     if kinds[0] != kinds[1]:
         raise InputError(f"is a {kinds[1]}, and {a} a {kinds[0]}", path=str(b), remedy="name two files of one kind")
-    changed = (
-        diff_reports(load(a), load(b))
-        if kinds[0] == "report"
-        else diff_graphs(strict_json.read(a), strict_json.read(b))
-    )
+    if kinds[0] == "graph":
+        from precgraph.report.graph_diff import diff_graphs  # needs torch, which reports do not
+
+        changed = diff_graphs(_graph(a), _graph(b))
+    else:
+        changed = diff_reports(load(a), load(b))
     return {"schema": SCHEMA, "kind": kinds[0], "a": str(a), "b": str(b), **changed}
 
 
 def _kind(path: Path) -> str:
     data = strict_json.read(path)
     if isinstance(data, Mapping) and "nodes" in data and "parameters" in data:
-        from precgraph.serialize import graph_from_json
-
-        try:
-            graph_from_json(data)
-        except Exception as error:
-            raise InputError(f"is no whole graph: {error}", path=str(path)) from None
         return "graph"
     if isinstance(data, Mapping) and "violations" in data:
         return "report"
@@ -49,6 +44,15 @@ def _kind(path: Path) -> str:
         "is neither a graph nor a report", path=str(path),
         remedy="write one with precgraph show --format json, or check -o",
     )  # fmt: skip
+
+
+def _graph(path: Path) -> PrecisionGraph:
+    from precgraph.serialize import graph_from_json
+
+    try:
+        return graph_from_json(strict_json.read(path))
+    except Exception as error:
+        raise InputError(f"is no whole graph: {error}", path=str(path)) from None
 
 
 def diff_reports(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def diff_reports(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         for mark in old.keys() & new.keys()
         if old[mark][1] != new[mark][1]
     ]
-    fields = _fields(
+    fields = differing(
         a, b, ("model", "sides", "backend", "device", "recipes", "recipe", "digests", "compared", "tool", "strict")
     )
     found: dict[str, Any] = {
@@ -85,43 +89,13 @@ def _states(document: Mapping[str, Any]) -> list[tuple[dict[str, Any], str]]:
     return [(f, places[f["fingerprint"]]) for f in findings_of(document)]
 
 
-def diff_graphs(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Nodes that only one graph has, nodes of one name that differ and in what, and the same for parameters."""
-    nodes = [{n["name"]: n for n in side["nodes"]} for side in (a, b)]
-    both = [name for name in nodes[0] if name in nodes[1]]
-    changed = []
-    for name in both:
-        fields = _fields(nodes[0][name], nodes[1][name], _NODE)
-        if fields:
-            changed.append({**_short(nodes[1][name]), "fields": fields})
-    order = [[n for n in side if n in nodes[0] and n in nodes[1]] for side in nodes]
-    paths = tuple(dict.fromkeys([*a["parameters"], *b["parameters"]]))
-    found = {
-        "only_a": [_short(n) for name, n in nodes[0].items() if name not in nodes[1]],
-        "only_b": [_short(n) for name, n in nodes[1].items() if name not in nodes[0]],
-        "changed": changed,
-        "parameters": _fields(a["parameters"], b["parameters"], paths),
-        "fields": _fields(a, b, _HEAD),
-        "order": [] if order[0] == order[1] else ["nodes"],
-    }
-    return {"equal": not any(found.values()), **found}
-
-
-def _fields(a: Any, b: Any, keys: tuple[str, ...], prefix: str = "") -> dict[str, list[Any]]:
+def differing(a: Any, b: Any, keys: tuple[str, ...], prefix: str = "") -> dict[str, list[Any]]:
     """Every leaf in which two tables differ: its path, and both values; a missing one is null."""
     out: dict[str, list[Any]] = {}
     for key in keys:
         x, y = a.get(key), b.get(key)
         if isinstance(x, Mapping) and isinstance(y, Mapping):
-            out |= _fields(x, y, tuple(dict.fromkeys([*x, *y])), f"{prefix}{key}.")
+            out |= differing(x, y, tuple(dict.fromkeys([*x, *y])), f"{prefix}{key}.")
         elif json.dumps(x, sort_keys=True) != json.dumps(y, sort_keys=True):
             out[prefix + key] = [x, y]
     return out
-
-
-def _module(node: Mapping[str, Any]) -> str:
-    return str(node["precision"].get("module", ""))
-
-
-def _short(node: Mapping[str, Any]) -> dict[str, str]:
-    return {"name": node["name"], "op": node["op"], "module": _module(node)}

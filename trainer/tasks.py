@@ -39,26 +39,29 @@ class Item:
 @dataclass(frozen=True)
 class Task:
     """Items and a scorer. ``score(item, response)`` is called with the response's text; ``note`` is what a run says of
-    the items when it starts."""
+    the items when it starts; ``reward`` names a function of the user's own."""
 
     name: str
     items: Sequence[Item]
     scorer: Scorer
     note: str = ""
+    reward: str = ""
 
     def score(self, item: Item, response: str) -> float:
-        """The reward; RewardError, naming the item, if the scorer raises or returns no number within ±``LARGEST``."""
+        """The reward; RewardError, naming the scorer and the item, if it raises or returns no number within
+        ±``LARGEST``."""
+        judge = f"task.reward = {self.reward!r}" if self.reward else "the scorer"
         try:
             value = self.scorer(item, response)
         except (Exception, SystemExit) as error:  # an exit would end the run as if it were done
             raise RewardError(
-                f"the reward of {self.name} raised {_words(error)}",
+                f"{judge} raised {_words(error)}, for an item of {self.name}",
                 path=item.id, remedy=f"correct it; the response began {response[:80]!r}",
             ) from error  # fmt: skip
         if isinstance(value, Real) and -LARGEST <= value <= LARGEST:
             return float(value)
         raise RewardError(
-            f"the reward of {self.name} is {_short(value)}, not a finite number within ±{LARGEST:.0e}",
+            f"{judge} gave {_short(value)}, not a finite number within ±{LARGEST:.0e}, for an item of {self.name}",
             path=item.id, remedy=f"return a float; the response began {response[:80]!r}",
         )  # fmt: skip
 
@@ -98,7 +101,7 @@ def load_task(
         note = f"{size} of {len(items)} items"
         places = random.Random(seed).sample(range(len(items)), size) if drawn else range(size)
         items = _Part(items, sorted(places))
-    return Task(name, items, scorer, note)
+    return Task(name, items, scorer, note, table.reward)
 
 
 def held_out(config: Config) -> Task:

@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -253,6 +254,22 @@ def test_a_reward_that_raises_names_the_item(error: type[BaseException]) -> None
     task = tiny.task(scorer)
     with pytest.raises(RewardError, match=f"sum/2.*{error.__name__}"):
         task.score(task.items[2], "xyz")
+
+
+def test_a_reward_of_the_users_own_is_named_and_its_data_apart(module: Any) -> None:
+    module.items = lambda size, seed: [("1?", "1")]
+    module.boom = lambda question, answer, response: {}[response]
+    table = TaskTable(data="python:made_up_task:items", reward="made_up_task:boom")
+    task = load_task(table)
+    said = "made_up_task:items/0: task.reward = 'made_up_task:boom' raised KeyError: 'x', for an item of "
+    with pytest.raises(RewardError) as raised:
+        task.score(task.items[0], "x")
+    assert str(raised.value).startswith(f"{said}python:made_up_task:items; correct it;")
+    module.boom = lambda question, answer, response: None
+    task = load_task(table)
+    with pytest.raises(RewardError, match="task.reward = 'made_up_task:boom' gave None, not a finite number"):
+        task.score(task.items[0], "x")
+    assert load_task(replace(table, reward="")).reward == ""
 
 
 # -------------------------------------------------------------------------------------- verifiers

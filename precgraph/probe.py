@@ -89,7 +89,8 @@ def load_pair(model: str, train: str, infer: str, backend: str, env: Mapping[str
             step(f"building the program of {spec}")
             graphs[mode] = lowered(traced, mode, side.recipe, backend, device)
     store = WeightStore(traced.tensors)
-    vocabulary, positions = int(loaded.config.vocab_size), getattr(loaded.config, "max_position_embeddings", None)
+    config = loaded.config.get_text_config()
+    vocabulary, positions = int(config.vocab_size), getattr(config, "max_position_embeddings", None)
     return Pair(type(loaded).__name__, vocabulary, positions, device, backend, traced, sides, graphs, store)
 
 

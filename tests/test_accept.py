@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import CohereConfig, CohereForCausalLM
 
 import precgraph
 from precgraph import InputError, LoweringError, StaleWeightsError, TraceError, UnsupportedModelError
+from precgraph.runtime.vllm.sync import save_weights
 from tests.families import causal_lm
 
 IDS = torch.arange(2, 14)[None]
@@ -82,16 +84,22 @@ REPLACED: dict[str, Callable[[Any], None]] = {
     "model.layers": lambda m: setattr(m.model, "layers", m.model.layers[:1]),
     "model.layers.0.mlp.act_fn": lambda m: setattr(m.model.layers[0].mlp, "act_fn", nn.ReLU()),
     "lm_head": lambda m: setattr(m, "lm_head", nn.Linear(192, 997)),
+    "lm_head.weight": lambda m: m.load_state_dict(dict(m.state_dict()), assign=True),
+    "model.layers.1.mlp.forward": lambda m: setattr(m.model.layers[1].mlp, "forward", lambda x: 2 * x),
 }
 
 
 @pytest.mark.parametrize("path", REPLACED)
-def test_a_module_replaced_after_compile(path: str) -> None:
+def test_what_is_replaced_after_compile(path: str, tmp_path: Path) -> None:
+    """The program would run on without it, and a sync or a file of the weights would hold the old ones."""
     actor = precgraph.compile(llama())
     actor(IDS)
     REPLACED[path](actor)
-    with pytest.raises(StaleWeightsError, match=path.replace(".", r"\.")):
-        actor(IDS)
+    where = "replaced" if path == "lm_head.weight" else path.replace(".", r"\.")  # with the weights of all others
+    for use in (lambda: actor(IDS), actor.sync, lambda: save_weights(actor, tmp_path / "weights.safetensors")):
+        with pytest.raises(StaleWeightsError, match=where):
+            use()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])

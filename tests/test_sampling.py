@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -212,7 +213,7 @@ def test_a_row_of_nan_draws_some_token_where_nothing_waits(monkeypatch: pytest.M
         ("max_tokens", 0), ("max_tokens", 1.5), ("max_tokens", True), ("temperature", -0.1), ("temperature", math.nan),
         ("temperature", math.inf), ("temperature", 1e-9), ("temperature", "1"), ("top_p", 0.0), ("top_p", 1.1),
         ("top_p", math.nan), ("top_k", -1), ("top_k", 2.0), ("seed", -1), ("seed", 2**63), ("seed", 0.5),
-        ("n", 0), ("n", 1.5), ("n", True),
+        ("n", 0), ("n", 1.5), ("n", True), ("n", 16385),
         ("stop_token_ids", [-1]), ("stop_token_ids", 5), ("stop_token_ids", "ab"), ("stop_token_ids", [1.0]),
     ],
 )  # fmt: skip
@@ -222,11 +223,14 @@ def test_values_out_of_range_are_errors_that_name_them(name: str, value: Any) ->
 
 
 def test_samples_of_one_prompt_have_seeds_of_their_own() -> None:
-    params = SamplingParams(top_k=3, seed=2**63 - 3, n=3)
-    assert params.each() == [SamplingParams(top_k=3, seed=2**63 - i) for i in (3, 2, 1)]
+    """The first has the seed that was asked for; those of another seed share none, however near it is."""
+    params = [SamplingParams(top_k=3, seed=seed, n=100) for seed in (3, 4, 2**63 - 1)]
+    each = [p.each() for p in params]
+    assert [ones[0] for ones in each] == [SamplingParams(top_k=3, seed=seed) for seed in (3, 4, 2**63 - 1)]
+    assert all(one == replace(p, n=1, seed=one.seed) for p, ones in zip(params, each, strict=True) for one in ones)
+    assert len({one.seed for ones in each for one in ones}) == 300
+    assert SamplingParams(top_k=3, seed=3, n=2).each() == each[0][:2]
     assert SamplingParams(n=2).each() == [SamplingParams()] * 2
-    with pytest.raises(InputError, match="seed must be at most 2"):
-        SamplingParams(seed=2**63 - 3, n=4)
     with pytest.raises(InputError, match="n must be 1 with temperature 0"):
         SamplingParams(temperature=0, n=2)
 

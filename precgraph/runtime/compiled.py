@@ -116,14 +116,19 @@ class Compiled:
         Training always runs on the current masters, with a backward for the parameters that are trainable now; a
         rollout refuses a store that the masters have left behind.
         """
-        self.places.require_same()
         if self.mode == "infer":
-            self.store.require_fresh()
+            self.require_current()
             return
+        self.places.require_same()
         if self.store.stale:
             self.store.refresh()
         if self.store.trainable() != {p for p, info in self.graph.parameters.items() if info.trainable}:
             self.runner = self._with_trainable(self.store.trainable())
+
+    def require_current(self) -> None:
+        """Before the store's weights serve anybody: they are those of the model as it is now, or StaleWeightsError."""
+        self.places.require_same()
+        self.store.require_fresh()
 
     def _with_trainable(self, paths: set[str]) -> Runner:
         """The program again, with the backward of these parameters."""
@@ -153,8 +158,10 @@ class CompiledModule:
     def sync(self) -> int:
         """Refresh the quantised weights from the masters, in place; returns the new weights version.
 
-        Call it after ``optimizer.step()``: rollouts that share the store then serve the new weights.
+        Call it after ``optimizer.step()``: rollouts that share the store then serve the new weights. StaleWeightsError
+        for a model whose parameters were replaced since it was compiled: the store has the old ones.
         """
+        self.precgraph.places.require_same()
         return self.precgraph.store.refresh()
 
     def __copy__(self) -> Any:
@@ -203,9 +210,10 @@ class CompiledCausalLM(CompiledModule):
         logits = _kept_logits(self.precgraph, hidden, packed, logits_to_keep)
         loss = None
         if labels is not None:
-            require_labels(labels, packed, self.config.vocab_size, logits_to_keep)  # type: ignore[attr-defined]
+            vocabulary = self.config.get_text_config().vocab_size  # type: ignore[attr-defined]
+            require_labels(labels, packed, vocabulary, logits_to_keep)
             extra = {k: v for k, v in kwargs.items() if k == "num_items_in_batch" and v is not None}
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **extra)  # type: ignore[attr-defined]
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **extra)  # type: ignore[attr-defined]
         if not kwargs.get("return_dict", self.config.return_dict):  # type: ignore[attr-defined]
             return (logits,) if loss is None else (loss, logits)
         return CausalLMOutputWithPast(loss=loss, logits=logits)  # type: ignore[arg-type]
@@ -250,7 +258,7 @@ def _packed(
             remedy=f"it takes {', '.join((*own, *sorted(known)))}",
         )
     bounds = kwargs.get("cu_seq_lens_q")
-    packed = pack(input_ids, attention_mask, position_ids, bounds, model.config.vocab_size)
+    packed = pack(input_ids, attention_mask, position_ids, bounds, model.config.get_text_config().vocab_size)
     keys, index = kwargs.get("cu_seq_lens_k"), kwargs.get("seq_idx")
     if keys is not None and (bounds is None or not torch.equal(keys, bounds)):
         raise InputError("cu_seq_lens_k must equal cu_seq_lens_q: queries and keys are the same tokens")

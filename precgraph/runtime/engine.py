@@ -20,7 +20,7 @@ from torch import Tensor
 from precgraph.errors import InputError, NumericsStateError, StaleWeightsError
 from precgraph.runtime.cache import PagedCache, PagedContext, Span
 from precgraph.runtime.compiled import Compiled
-from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite, sample, warn_of_equal_samples
+from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite, sample, warn_of_shared_seeds
 from precgraph.runtime.scheduler import Chunk, Request, Scheduler
 from precgraph.runtime.sizes import filled
 
@@ -85,8 +85,9 @@ class Engine:
         if self_check:
             require_row_invariance(rollout)
         self._compiled = compiled
-        self._vocabulary: int = rollout.config.vocab_size
-        self._max_length: int | None = getattr(rollout.config, "max_position_embeddings", None)
+        config = rollout.config.get_text_config()
+        self._vocabulary: int = config.vocab_size
+        self._max_length: int | None = getattr(config, "max_position_embeddings", None)
         self._max_batch_tokens, self._max_sequences = max_batch_tokens, max_sequences
         if cache_blocks is None:
             wanted = max_sequences * -(-(self._max_length or 4096) // block_size)
@@ -104,16 +105,15 @@ class Engine:
         """Sample ``n`` continuations of every prompt; ``params`` are one for all, or one a prompt.
 
         Results in the order of the prompts, the ``n`` of a prompt one after another. A request without a seed draws one
-        from torch's global generator, which is otherwise left alone; equal prompts with one seed get equal samples, and
-        a UserWarning. ``progress`` shows a bar on stderr. StaleWeightsError if the masters have changed since
-        ``actor.sync()``; InputError, before anything runs, for a prompt that is empty, too long, or holds ids outside
-        the vocabulary.
+        from torch's global generator, which is otherwise left alone; requests that share one get a UserWarning.
+        ``progress`` shows a bar on stderr. StaleWeightsError if the masters have changed since ``actor.sync()``;
+        InputError, before anything runs, for a prompt that is empty, too long, or holds ids outside the vocabulary.
         """
         store, pool = self._compiled.store, self.cache.pool
         self._compiled.ready()
         version = store.version
         requests = self._requests(prompt_token_ids, params)
-        warn_of_equal_samples([(r.prompt, r.params) for r in requests], stacklevel=2)
+        warn_of_shared_seeds([(r.prompt, r.params) for r in requests], stacklevel=2)
         scheduler = Scheduler(pool, requests, self._max_batch_tokens, self._max_sequences)
         pool.serve(version)
         try:
@@ -247,7 +247,7 @@ def require_row_invariance(model: Any) -> None:
         )
     size, count, other = 16, 9, 8
     cache = PagedCache(compiled.graph, compiled.store.device, 2, size, reuse=False)
-    tokens = [(7919 * i + 1) % model.config.vocab_size for i in range(count + other)]
+    tokens = [(7919 * i + 1) % model.config.get_text_config().vocab_size for i in range(count + other)]
     with torch.no_grad():
         batch = run_paged(compiled, cache, [(tokens[count:], [1], 0, other), (tokens, [0], 0, count)])
         batch = batch[:, other + count - 2 : other + count]

@@ -13,7 +13,8 @@ from precgraph.errors import StaleWeightsError, UnsupportedModelError
 
 
 class Place(NamedTuple):
-    """Where the model keeps a module, parameter or buffer: the owner's dictionary, the name in it, the full path."""
+    """Where the model keeps a module, parameter or buffer, or a submodule a forward of its own: the owner's dictionary,
+    the name in it, the full path."""
 
     owner: dict[str, Any]
     name: str
@@ -49,12 +50,13 @@ class Places:
             for owner in (module._modules, module._parameters, module._buffers)
             for name, value in owner.items()
         )
+        patched = tuple(Place(vars(m), "forward", vars(m).get("forward"), f"{p}.forward") for p, m in modules[1:])
         hooks = tuple(
             Hooks(now, _acting(now), prefix) for prefix, module in modules[1:]
             for now in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
                         module._backward_pre_hooks)
         )  # fmt: skip
-        return cls(held, hooks)
+        return cls(held + patched, hooks)
 
     def require_same(self) -> None:
         """StaleWeightsError for a part that was replaced, UnsupportedModelError for a hook that would not run."""

@@ -8,9 +8,10 @@ from the whole vocabulary is a kernel of its own (:mod:`precgraph.lowering.trito
 from __future__ import annotations
 
 import math
+import random
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ from precgraph.runtime.limits import MAX_TEMPERATURE, MIN_TEMPERATURE
 from precgraph.runtime.logprobs import chosen_logprobs
 
 MAX_SEED = 2**63 - 1
+MAX_N = 16384  # vLLM's limit, too
 _AT_ONCE = 128  # rows: sorting and summing a vocabulary takes some 50 bytes a logit
 _ONE = 2.0**52  # probability 1 as an integer: sums of a distribution stay exact in int64 and in float64
 
@@ -35,9 +37,9 @@ class SamplingParams:
     least that share of what top_k kept; among equals the lower id comes first. A token of ``stop_token_ids`` ends the
     request and is its last token; nothing else does, so pass the tokenizer's end token. ``seed`` fixes the request's
     draws, so equal prompts with one seed get equal samples: give each its own, or none, which draws one from torch's
-    global generator. ``n`` samples of a prompt are ``n`` requests, sample j of them with ``seed + j``, as vLLM counts;
-    of a greedy request there is one. ``stop``, vLLM's stop strings, is refused: requests are token ids, and no text.
-    InputError for that, and for a value out of range.
+    global generator. ``n`` samples of a prompt are ``n`` requests, at most 16384: one with ``seed`` and others with
+    seeds made of it; greedy requests require n = 1. ``stop``, vLLM's stop strings, is refused: requests are token ids,
+    and no text. InputError for that, and for a value out of range.
     """
 
     max_tokens: int = 16
@@ -47,9 +49,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     seed: int | None = None
     n: int = 1
-    stop: None = None
+    stop: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, stop: Any) -> None:
         _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer from 1")
         _require(
             _is_number(self.temperature)
@@ -66,12 +68,11 @@ class SamplingParams:
             self.seed,
             "None or 0 to 2**63 - 1",
         )
-        _require(_is_int(self.n) and self.n >= 1, "n", self.n, "an integer from 1")
+        _require(_is_int(self.n) and 1 <= self.n <= MAX_N, "n", self.n, f"an integer from 1 to {MAX_N}")
         _require(self.n == 1 or not self.greedy, "n", self.n, "1 with temperature 0, whose samples would be equal")
-        _require(self.seed is None or self.seed + self.n - 1 <= MAX_SEED, "seed", self.seed, "at most 2**63 - n")
-        if self.stop is not None:
+        if stop:
             raise InputError(
-                f"SamplingParams.stop = {self.stop!r}: text is not looked at",
+                f"SamplingParams.stop = {stop!r}: text is not looked at",
                 remedy="end requests at stop_token_ids, or cut what you decode; precgraph.vllm.LLM takes "
                 "vllm.SamplingParams(stop=...) too, where the checkpoint has a tokenizer",
             )
@@ -95,8 +96,11 @@ class SamplingParams:
 
 
 def seeds_of(seed: int | None, n: int) -> list[int | None]:
-    """Those of a prompt's ``n`` samples, numbered as vLLM does (``ParentRequest``, 0.32): ``seed + j``, or none."""
-    return [None if seed is None else seed + j for j in range(n)]
+    """Those of a prompt's ``n`` samples: ``seed`` and others made of it, or none.
+
+    Not ``seed + j``, as vLLM has it: whoever counts seeds by steps would get most samples of the step before again.
+    """
+    return [seed if j == 0 or seed is None else random.Random(f"{seed}/{j}").getrandbits(63) for j in range(n)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,22 +195,24 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
     return Sampled(ids, chosen_logprobs(logits, ids, rows.temperature, sums), kept)
 
 
-def warn_of_equal_samples(requests: Iterable[tuple[Sequence[int], Any]], stacklevel: int) -> None:
-    """One UserWarning where requests that draw share prompt and seed: a group of equal samples has no advantages.
+def warn_of_shared_seeds(requests: Iterable[tuple[Sequence[int], Any]], stacklevel: int) -> None:
+    """One UserWarning where requests that draw alike share a seed: their samples are correlated, and equal for equal
+    prompts, so that a group of them has no advantages. Temperatures or cuts that differ are compared on purpose.
 
     ``requests`` are prompts, each with its params, ours or vLLM's; ``stacklevel`` is that of :func:`warnings.warn` in
     the caller.
     """
-    first: dict[Any, int] = {}
+    first: dict[tuple[Any, ...], tuple[int, Sequence[int]]] = {}
     for i, (ids, p) in enumerate(requests):
         if p.seed is None or p.temperature < MIN_TEMPERATURE:  # draws of its own, or none
             continue
-        other = first.setdefault((p.seed, p.temperature, p.top_p, p.top_k, tuple(ids)), i)
+        other, prompt = first.setdefault((p.seed, p.temperature, p.top_p, p.top_k), (i, ids))
         if other != i:
+            alike = "equal" if tuple(prompt) == tuple(ids) else "correlated"
             warnings.warn(
-                f"samples {other} and {i} have equal prompts and one seed, {p.seed}: they are equal too; for samples "
-                "that differ pass n, leave the seed out (torch.manual_seed fixes the draws of all requests without "
-                "one), or pass a list of params with a seed each",
+                f"samples {other} and {i} share the seed {p.seed}, and with it their random numbers: they are "
+                f"{alike}; pass n for several samples of a prompt, leave the seed out (torch.manual_seed fixes the "
+                "draws of all requests without one), or pass a list of params with a seed each",
                 stacklevel=stacklevel + 1,
             )
             return

@@ -55,7 +55,7 @@ def token_logprobs(
     that predicts nothing.
     """
     compiled = _program_of(model)
-    packed = pack(input_ids, attention_mask, position_ids, cu_seq_lens, model.config.vocab_size)
+    packed = pack(input_ids, attention_mask, position_ids, cu_seq_lens, model.config.get_text_config().vocab_size)
     divisors = _temperatures(temperature, packed)
     names = checkpointed(model, compiled.runner.program)
     hidden = compiled.hidden(packed.ids, packed.positions, PackedContext(packed.bounds), checkpoint=names)

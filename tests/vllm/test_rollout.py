@@ -140,10 +140,9 @@ def test_n_samples_of_a_prompt(pair: tuple[Any, Any], prompts: list[list[int]]) 
     from vllm import SamplingParams as VllmParams
 
     actor, llm = pair
-    seeds = [SamplingParams(max_tokens=6, temperature=0.7, top_k=20, seed=3 + j) for j in range(3)]
-    flat = [p for p in prompts[1:3] for _ in seeds]
-    wanted = Engine(precgraph.compile(actor, "infer")).generate(flat, seeds * 2)
     ours = SamplingParams(max_tokens=6, temperature=0.7, top_k=20, seed=3, n=3)
+    flat = [p for p in prompts[1:3] for _ in range(3)]
+    wanted = Engine(precgraph.compile(actor, "infer")).generate(flat, ours.each() * 2)
     theirs = VllmParams(max_tokens=6, temperature=0.7, top_k=20, seed=3, n=3, ignore_eos=True)
     for params in (ours, theirs):
         done = llm.generate(prompts[1:3], params)
@@ -152,6 +151,12 @@ def test_n_samples_of_a_prompt(pair: tuple[Any, Any], prompts: list[list[int]]) 
     assert theirs.n == 3 and theirs.seed == 3
     with pytest.raises(InputError, match="n = 2 would share one"):
         llm.generate([[1]], VllmParams(n=2, extra_args={SEED: 1}))
+    for n, temperature in ((0, 1.0), (2.5, 1.0), (16385, 1.0), (2, 0.0)):
+        theirs.n, theirs.temperature = n, temperature  # which vLLM checks in the constructor alone
+        with pytest.raises(InputError, match=f"n = {n}; an integer from 1 to 16384, and 1 for greedy requests"):
+            llm.generate([[1]], theirs)
+    with pytest.raises(InputError, match="stop strings need a tokenizer, and this engine was started without one"):
+        llm.generate([[1]], VllmParams(stop=["a"]))
 
 
 @pytest.mark.runner
@@ -175,7 +180,7 @@ def test_equal_samples_are_warned_of_once_a_call(pair: tuple[Any, Any]) -> None:
 
     llm = pair[1]
     for kind in (SamplingParams, VllmParams):
-        with pytest.warns(UserWarning, match="samples 0 and 1 have equal prompts and one seed, 1") as seen:
+        with pytest.warns(UserWarning, match="samples 0 and 1 share the seed 1, .* they are equal") as seen:
             done = llm.generate([[1, 2, 3]] * 3, kind(max_tokens=6, seed=1))
         assert [w.filename for w in seen if w.category is UserWarning] == [__file__]
         assert len({tuple(s.token_ids) for s in done}) == 1

@@ -469,6 +469,18 @@ def test_memory_does_not_grow(apart: tuple[Any, Any]) -> None:
     assert sum(1 for o in gc.get_objects() if isinstance(o, torch.Tensor)) <= before
 
 
+def test_a_replaced_parameter_is_not_served(checkpoint: Make, start: Make) -> None:
+    """The trainer's store, on which the engine runs, has the old one."""
+    model, path = checkpoint("qwen3")
+    actor = precgraph.compile(model, "train")
+    llm = start(path, actor=actor)
+    projection = actor.model.layers[0].mlp.down_proj
+    projection.weight = torch.nn.Parameter(-projection.weight)
+    for use in (lambda: llm.generate([[1, 2]], PARAMS), llm.sync, actor.sync):
+        with pytest.raises(StaleWeightsError, match=r"layers\.0\.mlp\.down_proj\.weight: it was replaced"):
+            use()
+
+
 def test_a_captured_step_does_not_serve_weights_that_are_not_complete() -> None:
     """A graph replays without the model's forward; logits are made in Python at every step."""
     from precgraph.runtime.vllm.model import PrecGraphForCausalLM

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,9 @@ from torch import Tensor
 from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe, require_recipe
-from precgraph.runtime.engine import Completion, prompt_ids
-from precgraph.runtime.sampling import require_finite, warn_of_equal_samples
-from precgraph.runtime.store import WeightStore
+from precgraph.runtime.compiled import Compiled
+from precgraph.runtime.engine import Completion
+from precgraph.runtime.sampling import require_finite, warn_of_shared_seeds
 from precgraph.runtime.vllm import ARCHITECTURE, RECORD, RUNNER, register
 from precgraph.runtime.vllm.alive import answered, deaths_end_steps, in_this_process, one_at_a_time
 from precgraph.runtime.vllm.arguments import refuse, whole_digest
@@ -84,7 +84,7 @@ class LLM:
         self._handles = Handles()
         refuse(engine_args)
         # A bad model fails here, with a typed error, and not in a worker.
-        self.vocabulary = int(load_config_model(model, warn=False).config.vocab_size)
+        self.vocabulary = int(load_config_model(model, warn=False).config.get_text_config().vocab_size)
         variables = {RUNNER: str(int(takes_v2())), **(IN_PROCESS if actor is not None else {})}
         with preserved_state(), environment(variables), requests_checked(), default_stream():
             self.engine = self._start(str(model), engine_args)
@@ -129,27 +129,20 @@ class LLM:
         """Sample ``n`` continuations of every prompt; results in their order, those of a prompt one after another.
 
         ``params`` are vLLM's ``SamplingParams`` or :class:`precgraph.runtime.sampling.SamplingParams`, one for all or
-        one a prompt. A request without a seed takes one from torch's global generator; equal prompts with one seed get
-        equal samples, and a UserWarning. InputError for parameters that an exact rollout refuses, StaleWeightsError if
+        one a prompt. A request without a seed takes one from torch's global generator; requests that share one get a
+        UserWarning. InputError for parameters that an exact rollout refuses, StaleWeightsError if
         the weights are not complete or the actor has not synced, NonFiniteError if a token was drawn from logits that
         hold NaN or infinity. One that breaks off, by Ctrl-C too, leaves no request in the engine, nor anything in the
         prefix cache.
         """
-        from precgraph.runtime.vllm.params import completion_fields, request_of, samples_of
+        from precgraph.runtime.vllm.params import completion_fields, request_of, requests_of
 
         self._require_ready()
-        if not isinstance(prompt_token_ids, Sized):
-            kind = type(prompt_token_ids).__name__
-            raise InputError(f"prompt_token_ids is a {kind}", remedy="pass a list of lists of integers")
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompt_token_ids)
-        if len(each) != len(prompt_token_ids):
-            raise InputError(f"{len(prompt_token_ids)} prompts but {len(each)} sampling parameters")
-        prompts = [prompt_ids(f"prompt {i}", p, self.vocabulary) for i, p in enumerate(prompt_token_ids)]
-        self._require_room(prompts)
-        requests = [(ids, one) for ids, p in zip(prompts, each, strict=True) for one in samples_of(p)]
+        served = self.engine.llm_engine.vllm_config.model_config
+        requests = requests_of(prompt_token_ids, params, self.vocabulary, served)
         inputs = [{"prompt_token_ids": ids} for ids, _ in requests]
         asked = [request_of(p) for _, p in requests]
-        warn_of_equal_samples(requests, stacklevel=3)  # past one_at_a_time
+        warn_of_shared_seeds(requests, stacklevel=3)  # past one_at_a_time
         names = [p.extra_args.get(RECORD) for p in asked]
         cut = [name for name in names if name is not None]
         version = self._served
@@ -194,21 +187,12 @@ class LLM:
         else:
             self._broken = None
 
-    def _require_room(self, prompts: Sequence[Sequence[int]]) -> None:
-        room: int = self.engine.llm_engine.vllm_config.model_config.max_model_len
-        for i, prompt in enumerate(prompts):
-            if len(prompt) >= room:
-                raise InputError(
-                    f"prompt {i} has {len(prompt)} tokens, and max_model_len = {room} leaves none to sample",
-                    remedy="cut it, or pass a larger max_model_len",
-                )
-
     def _require_ready(self) -> None:
         self._require_alive()
         if self._asleep:
             raise StaleWeightsError("the engine sleeps", remedy="call wake(), then generate")
         if self._actor is not None:
-            self._actor.store.require_fresh()
+            self._actor.require_current()
             if self._actor.store.version != self._served:
                 self.sync()
             return
@@ -235,7 +219,7 @@ class LLM:
             raise InputError("a route goes with a compiled model, to an engine without an actor", remedy="leave it out")
         try:
             if self._actor is not None:
-                version = self._version_of(self._actor.store, source)
+                version = self._version_of(self._actor, source)
             elif source is None:
                 raise InputError("nothing to sync from", remedy="pass a compiled model or the path of a weights file")
             elif compiled:
@@ -251,15 +235,15 @@ class LLM:
         self._served = version
         return version
 
-    def _version_of(self, store: WeightStore, source: Any) -> int:
+    def _version_of(self, actor: Compiled, source: Any) -> int:
         """The version of the actor's store, which ``source`` may name again."""
         remedy = "call sync() without a source"
         if source is not None and not hasattr(source, "precgraph"):
             raise InputError("this engine runs on its actor's weights, and reads no file", remedy=remedy)
-        store.require_fresh()
-        if source is not None and compiled_of(source).store is not store:
+        actor.require_current()
+        if source is not None and compiled_of(source).store is not actor.store:
             raise SyncError("this engine runs on its actor's weights", remedy=remedy)
-        return store.version
+        return actor.store.version
 
     def _send(self, model: Any, route: str | None) -> int:
         if route not in (None, "ipc", "file"):

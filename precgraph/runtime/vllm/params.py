@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 from vllm import SamplingParams as VllmParams
 
 from precgraph.errors import InputError
+from precgraph.runtime.engine import prompt_ids
 from precgraph.runtime.limits import MIN_TEMPERATURE
-from precgraph.runtime.sampling import MAX_SEED, SamplingParams, seeds_of
+from precgraph.runtime.sampling import MAX_N, MAX_SEED, SamplingParams, seeds_of
 from precgraph.runtime.vllm import RECORD, SEED
 from precgraph.runtime.vllm.replies import kept_masses
 from precgraph.runtime.vllm.temperature import require_served
@@ -72,9 +73,12 @@ def of_vllm(params: Any) -> SamplingParams:
 def to_vllm(params: SamplingParams) -> Any:
     """vLLM's parameters for ours; stop tokens end a request as ours do, and nothing else does.
 
-    InputError for a temperature in whose place vLLM would take another.
+    InputError for a temperature in whose place vLLM would take another, and for several samples: each is a request of
+    its own (:func:`samples_of`).
     """
     require_served(params.temperature)
+    if params.n != 1:
+        raise InputError(f"n = {params.n} in one request", remedy="make a request of each sample")
     return VllmParams(
         max_tokens=params.max_tokens, temperature=params.temperature, top_p=params.top_p, top_k=params.top_k,
         stop_token_ids=list(params.stop_token_ids), ignore_eos=True, seed=params.seed, logprobs=0, detokenize=False,
@@ -123,6 +127,36 @@ class ExactGate(*logits_processors()):  # type: ignore[misc]
         pass
 
 
+def requests_of(
+    prompts: Sequence[Sequence[int]], params: Any, vocabulary: int, served: Any
+) -> list[tuple[list[int], Any]]:
+    """A call's requests, prompt after prompt: token ids, and parameters of one sample, of the class of ``params``.
+
+    ``params`` are one for all or one a prompt, ``served`` is vLLM's ``ModelConfig``. InputError for what cannot be
+    served: no lists of token ids, no room for a token, stop strings that vLLM, without a tokenizer, would not look for.
+    """
+    if not isinstance(prompts, Sized):
+        kind = type(prompts).__name__
+        raise InputError(f"prompt_token_ids is a {kind}", remedy="pass a list of lists of integers")
+    each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+    if len(each) != len(prompts):
+        raise InputError(f"{len(prompts)} prompts but {len(each)} sampling parameters")
+    ids = [prompt_ids(f"prompt {i}", prompts[i], vocabulary) for i in range(len(prompts))]
+    room = served.max_model_len
+    for i, prompt in enumerate(ids):
+        if len(prompt) >= room:
+            raise InputError(
+                f"prompt {i} has {len(prompt)} tokens, and max_model_len = {room} leaves none to sample",
+                remedy="cut it, or pass a larger max_model_len",
+            )
+    if served.skip_tokenizer_init and any(getattr(p, "stop", None) for p in each):
+        raise InputError(
+            "stop strings need a tokenizer, and this engine was started without one",
+            remedy="end requests at stop_token_ids, or leave out skip_tokenizer_init",
+        )
+    return [(prompt, one) for prompt, p in zip(ids, each, strict=True) for one in samples_of(p)]
+
+
 def samples_of(params: Any) -> list[Any]:
     """The parameters of each of a prompt's ``n`` samples, of the class of ``params``, ours or vLLM's.
 
@@ -133,6 +167,8 @@ def samples_of(params: Any) -> list[Any]:
     if not isinstance(params, VllmParams):
         raise InputError(f"params are a {type(params).__name__}", remedy="pass SamplingParams, precgraph's or vLLM's")
     require_exact(params)
+    if not isinstance(params.n, int) or not 1 <= params.n <= MAX_N or (params.n > 1 and of_vllm(params).greedy):
+        raise InputError(f"n = {params.n!r}", remedy=f"an integer from 1 to {MAX_N}, and 1 for greedy requests")
     samples = []
     for seed in seeds_of(params.seed, params.n):
         samples.append(params.clone())

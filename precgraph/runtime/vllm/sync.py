@@ -189,9 +189,10 @@ def _mixed(words: Tensor) -> Tensor:
 
 
 def policy(model: Any) -> tuple[Manifest, dict[str, Tensor]]:
-    """The update that brings a rollout to a compiled model's weights; StaleWeightsError before ``actor.sync()``."""
+    """The update that brings a rollout to a compiled model's weights; StaleWeightsError before ``actor.sync()``,
+    and for a model whose parameters were replaced."""
     compiled = compiled_of(model)
-    compiled.store.require_fresh()
+    compiled.require_current()
     tensors = wire(compiled.store, compiled.runner.program)
     return describe(tensors, compiled.store.version, compiled.digest), tensors
 

@@ -32,7 +32,7 @@ from benchmarks.common.spans import ON_CARD, of_trace, tell
 
 ENGINES = ("kernels", "ours", "ours-v1", "schedule", "bf16", "fp8", "sync", "ipc")
 NAMES = {
-    "ours": "precgraph exact FP8",
+    "ours": "precgraph exact FP8, V2 runner",
     "ours-v1": "precgraph exact FP8, V1 runner",
     "schedule": "precgraph FP8, vLLM's attention schedule, V1 runner",
     "bf16": "vLLM BF16",

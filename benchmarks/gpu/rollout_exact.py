@@ -65,7 +65,7 @@ def rows(options: argparse.Namespace, part: str, found: dict[str, Any]) -> list[
     model, run = part.split("-")
     name = f"Qwen3-8B shapes, {options.layers} layers" if model == "random" else "SmolLM2-135M-Instruct"
     shape = f"{name}, {options.requests} x ({options.input_len} + {options.output_len})"
-    runner = " on V1" if os.environ.get(RUNNER) == "0" and run in ("ours", "sleep") else ""
+    runner = f" on V{1 if os.environ.get(RUNNER) == '0' else 2}" if run in ("ours", "sleep") else ""
     what = f"{run}{runner}, {found['of']}, scored by {found['trainer']}"
     return [
         *(Result(shape, f"{what}: {k} |delta log-prob|", found[k], "nat") for k in ("max", "mean")),

@@ -72,7 +72,8 @@ class EngineConfig(VerifyAndUpdateConfig):  # type: ignore[misc]
         if getattr(vllm_config, "use_v2_model_runner", False) != v2:
             raise UnsupportedModelError(
                 f"vLLM takes its other model runner although {RUNNER}={int(v2)}",
-                remedy="leave out what needs it, and start the engine in a process in which no other engine has run",
+                remedy=f"leave out what needs it, or set {RUNNER}={int(not v2)}; and start the engine in a process in "
+                "which no other engine has run",
             )
 
 
@@ -96,8 +97,8 @@ def asks_for_v2() -> bool:
 
 
 def takes_v2() -> bool:
-    """Whether an engine whose requests are looked at before vLLM has them runs on V2: as the environment says, else on
-    a GPU, as vLLM's own models do. V1's work on the host grows with the requests: a slow one falls behind the card.
+    """Whether an engine whose requests are looked at before vLLM has them runs on V2: as the environment says, else
+    where there are a GPU and Triton. V1's work on the host grows with the requests: a slow one falls behind the card.
     """
     if os.environ.get(RUNNER):
         return asks_for_v2()

@@ -351,7 +351,7 @@ class LLM:
             raise StaleWeightsError(self._broken, remedy="start a new engine")
         if self._groups() is not self._group:
             raise StaleWeightsError(
-                "another engine of this process was shut down, and vLLM's groups with it",
+                "another engine of this process was shut down or forgotten, and vLLM's groups with it",
                 remedy="start a new engine, or keep one engine a process",
             )
 

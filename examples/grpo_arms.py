@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.cli import UNFINISHED
 from trainer.errors import TrainerError
 from trainer.validation import ARMS
 
@@ -80,11 +81,12 @@ def run(options: argparse.Namespace) -> int:
     }  # fmt: skip
     with watched(runs / "gpu.csv"):
         codes = {name: finish(process, end) for name, process in started.items()}
-    for name, code in codes.items():
-        say(f"{name}: {last_line(runs / name)}" + (f"; exit code {code}, see below" if code else ""))
-        if code:
+    failed = {name: code for name, code in codes.items() if code not in (0, UNFINISHED)}
+    for name in codes:
+        say(f"{name}: {last_line(runs / name)}" + (f"; exit code {failed[name]}, see below" if name in failed else ""))
+        if name in failed:
             print(tail(logs / f"{name}.log", 30), flush=True)
-    return int(any(codes.values()))
+    return int(bool(failed))
 
 
 def command(directory: Path, arm: str, seed: int, settings: Sequence[str], seconds: float) -> list[str]:

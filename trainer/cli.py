@@ -1,7 +1,8 @@
 """The command ``precgraph-train``: run, resume, eval, export, plot, compare. Nothing here imports torch before a
 command has checked what it can without, so that help and errors of a configuration are instant.
 
-Exit codes: 0 done, 1 an assertion on a metric was broken, 2 could not run, 130 interrupted (with the state saved).
+Exit codes: 0 done, 1 an assertion on a metric was broken, 2 could not run, 3 ``--max-seconds`` ended a run or resume
+before its last step, 130 interrupted by Ctrl-C, SIGTERM or SIGHUP (both with the state saved).
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ from trainer.changes import FILE, Changes, require_same_run, since
 from trainer.config import Config, load, load_run
 from trainer.errors import ConfigError, InterruptedRunError, MetricAssertionError
 
+UNFINISHED = 3  # so that a loop of a shell knows a run that goes on from one that is done, or failed
+
 app = typer.Typer(
     cls=Group, name="precgraph-train", help="Train a language model by GRPO, with the rollout's numbers in the update.",
+    epilog="Exit codes: 0 done, 1 an assertion was broken, 2 could not run, 3 --max-seconds ended it before its last step, "
+    "130 interrupted.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
@@ -48,8 +53,11 @@ Names = Annotated[
 ]
 Seconds = Annotated[
     float | None,
-    typer.Option("--max-seconds", min=0.0, help="Stop, saved, before the first step that might end later than this."),
-]
+    typer.Option(
+        "--max-seconds", min=0.0,
+        help="Stop, saved, before the first step that might end later than this; exit code 3 if steps are left.",
+    ),
+]  # fmt: skip
 
 
 @app.callback()
@@ -244,7 +252,7 @@ def _screen() -> Iterator[None]:
 
 
 def _train(console: Console, trainer: Any, until: float | None) -> None:
-    """Run it, and say what to do next."""
+    """Run it, and say what to do next; typer.Exit with ``UNFINISHED`` if steps are left."""
     before = trainer.step
     trainer.run(until)
     directory, wanted = trainer.config.directory, trainer.config.run.steps
@@ -259,6 +267,8 @@ def _train(console: Console, trainer: Any, until: float | None) -> None:
         console.print(f"[yellow]no step was made: --max-seconds was over once the model was loaded. Give it more, or "
                       f"this goes on for ever[/yellow]; still {before} of {wanted} steps: precgraph-train resume "
                       f"{directory}")  # fmt: skip
+    if trainer.step < wanted:
+        raise typer.Exit(UNFINISHED)
 
 
 def _tell_changes(console: Console, changes: Changes, step: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from tests.trainer import tiny
 from trainer import checkpoint, cli, loop, rollout_vllm
 from trainer.changes import FILE
-from trainer.cli import app, guarded
+from trainer.cli import UNFINISHED, app, guarded
 from trainer.config import load_run
 from trainer.errors import InterruptedRunError
 from trainer.loop import Trainer
@@ -24,7 +24,12 @@ from trainer.plot import read_runs, rows
 
 
 def call(*arguments: object) -> int:
-    return guarded(lambda: app([str(a) for a in arguments], standalone_mode=False))
+    """The exit code, as of the console script."""
+    try:
+        return guarded(lambda: app([str(a) for a in arguments]))
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
 
 
 @pytest.fixture
@@ -50,16 +55,16 @@ def test_a_run_in_parts(
 ) -> None:
     """A part ends before a step that might take too long; the next one goes on."""
     run = tmp_path / "run"
-    assert call("run", config, "--max-seconds", 0) == 0
+    assert call("run", config, "--max-seconds", 0) == UNFINISHED
     assert "no step was made: --max-seconds was over once the model was loaded.".replace(" ", "") in _flat(capsys)
     assert checkpoint.steps(run) == [0] and read_records(run) == []
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "run", lambda self, until: setattr(self, "step", 1))
-        assert call("resume", run, "--max-seconds", 600) == 0
+        assert call("resume", run, "--max-seconds", 600) == UNFINISHED == 3
     assert f"1 of 2 steps; go on with: precgraph-train resume {run}".replace(" ", "") in _flat(capsys)
     assert call("resume", run, "--max-seconds", 600) == 0 and checkpoint.steps(run) == [0, 1, 2]
     assert "done" in _flat(capsys)
-    assert call("resume", run) == 0
+    assert call("resume", run, "--max-seconds", 0) == 0  # which nothing had to be left for
     assert f"all 2 steps are made; for more: precgraph-train resume {run} --set".replace(" ", "") in _flat(capsys)
 
 
@@ -172,7 +177,7 @@ def test_a_directory_that_is_taken_is_said_before_the_model_is_loaded(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert call("run", config, "--max-seconds", 0) == 0
+    assert call("run", config, "--max-seconds", 0) == UNFINISHED
     (run / "metrics.jsonl").write_text('{"step": 0}\n')  # of steps whose checkpoints somebody has removed
     monkeypatch.setattr(loop, "load_policy", lambda table: pytest.fail("the model was loaded"))
     assert call("run", config) == 2
@@ -182,10 +187,10 @@ def test_a_directory_that_is_taken_is_said_before_the_model_is_loaded(
 
 def test_a_run_without_a_step_may_be_started_again(config: Path, tmp_path: Path) -> None:
     """From its own weights, not from those that the first start has saved."""
-    assert call("run", config, "--max-seconds", 0) == 0
+    assert call("run", config, "--max-seconds", 0) == UNFINISHED
     first = checkpoint.load(tmp_path / "run").weights
     tiny.model(seed=1, layers=1).save_pretrained(tmp_path / "policy")
-    assert call("run", config, "--max-seconds", 0) == 0
+    assert call("run", config, "--max-seconds", 0) == UNFINISHED
     second = checkpoint.load(tmp_path / "run").weights
     assert not any(torch.equal(second[n], w) for n, w in first.items() if "proj" in n)
 
@@ -219,7 +224,7 @@ def test_a_broken_assertion_says_how_to_go_on(config: Path, tmp_path: Path, caps
 def test_a_resumed_run_stays_the_run_that_it_was(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
 ) -> None:
-    assert call("run", config, "--max-seconds", 0) == 0
+    assert call("run", config, "--max-seconds", 0) == UNFINISHED
     before = (tmp_path / "run" / "config.toml").read_bytes()
     assert call("resume", tmp_path / "run", "--set", key) == 2
     said = capsys.readouterr().err
@@ -243,7 +248,7 @@ def test_changed_keys_are_said_and_kept(config: Path, tmp_path: Path, capsys: py
     assert [json.loads(line) for line in (run / FILE).read_text().splitlines()] == [first, second]
 
     # A fork is compared with the steps that it keeps, and may be of another seed.
-    assert call("resume", run, "--step", 1, "--into", fork, "--set", "run.seed=9", "--max-seconds", 0) == 0
+    assert call("resume", run, "--step", 1, "--into", fork, "--set", "run.seed=9", "--max-seconds", 0) == UNFINISHED
     changed = {"run.seed": [3, 9], "run.steps": [1, 3], "optimizer.lr": [0.001, 0.002]}
     assert [json.loads(line) for line in (fork / FILE).read_text().splitlines()] == [{"step": 1, "changes": changed}]
     (fork / "metrics.jsonl").unlink()  # its checkpoint alone is one of other steps, it may be
@@ -269,7 +274,7 @@ def test_assertions_on_what_is_measured_are_taken(config: Path) -> None:
 
 def test_an_export_replaces_nothing(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """transformers only logs an error for a file, and mixes its files with those that a directory has."""
-    assert call("run", config, "--max-seconds", 0) == 0
+    assert call("run", config, "--max-seconds", 0) == UNFINISHED
     for taken in (config, config.parent):
         assert call("export", tmp_path / "run", taken) == 2 and "exists already" in capsys.readouterr().err
 
@@ -279,7 +284,7 @@ def test_two_processes_do_not_train_in_one_directory(
 ) -> None:
     """The lock is the process's: it is gone when that is killed."""
     run, fork = tmp_path / "run", tmp_path / "fork"
-    assert call("run", config, "--max-seconds", 0) == 0
+    assert call("run", config, "--max-seconds", 0) == UNFINISHED
     script = (
         "import sys, time\nfrom contextlib import ExitStack\nfrom pathlib import Path\n"
         "from trainer.lock import locked\nstack = ExitStack()\n"

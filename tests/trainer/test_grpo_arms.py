@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import runpy
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,24 @@ def test_a_run_that_goes_on_keeps_its_settings(
         assert call(monkeypatch, *common, *more) == 2
         assert said in capsys.readouterr().out, more
         _folder(runs / "exact-0" / "checkpoints" / "step-000001")
+
+
+@pytest.mark.parametrize(("codes", "whole"), [([0, 0], 0), ([3, 0], 0), ([2, 3], 1), ([1, 0], 1), ([130, 130], 1)])
+def test_a_run_that_is_to_be_continued_has_not_failed(
+    codes: list[int], whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = runpy.run_path(str(SCRIPT))["run"]
+    left = iter(codes)
+    for name, stub in (
+        ("convert", lambda *_: None), ("last_line", lambda _: "step 1"), ("tail", lambda *_: "its log"),
+        ("start", lambda *_: None), ("finish", lambda *_: next(left)), ("watched", nullcontext),
+    ):  # fmt: skip
+        monkeypatch.setitem(start.__globals__, name, stub)
+    options = argparse.Namespace(
+        seconds=60, runs=tmp_path, model="m", arms=["exact"], seeds=[0, 1], settings=[], no_smoke=True
+    )
+    assert start(options) == whole
+    assert capsys.readouterr().out.count("see below\nits log") == sum(code not in (0, 3) for code in codes)
 
 
 def _folder(path: Path) -> Path:

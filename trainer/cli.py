@@ -31,8 +31,8 @@ UNFINISHED = 3  # so that a loop of a shell knows a run that goes on from one th
 
 app = typer.Typer(
     cls=Group, name="precgraph-train", help="Train a language model by GRPO, with the rollout's numbers in the update.",
-    epilog="Exit codes: 0 done, 1 an assertion was broken, 2 could not run, 3 --max-seconds ended it before its last step, "
-    "130 interrupted.",
+    epilog="Exit codes: 0 done, 1 an assertion was broken, 2 could not run, 3 --max-seconds ended it before its last "
+    "step, 130 interrupted.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
@@ -48,9 +48,10 @@ Asserts = Annotated[
 Names = Annotated[
     list[str] | None,
     typer.Option(
-        "--metric-names", help="Log the mismatch under these names too: trl, verl, nemo, prime. In place of the file's."
+        "--metric-names", metavar="NAME,...",
+        help="Log the mismatch under these names too: trl, verl, nemo, prime. In place of the file's.",
     ),
-]
+]  # fmt: skip
 Seconds = Annotated[
     float | None,
     typer.Option(
@@ -213,7 +214,8 @@ def _more(asserts: list[str] | None, names: list[str] | None) -> list[str]:
     if asserts:
         out.append(f"metrics.asserts={json.dumps(asserts)}")
     if names:
-        out.append(f"metrics.names={json.dumps(names)}")
+        split = [name.strip() for each in names for name in each.split(",")]
+        out.append(f"metrics.names={json.dumps(split)}")
     return out
 
 

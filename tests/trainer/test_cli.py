@@ -92,7 +92,9 @@ def test_a_life_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     assert "lr = 0.002" in printed.out and "consistent" in printed.err and not run.exists()
 
-    assert call("run", config, "--assert", "mismatch/max == 0", "--metric-names", "nemo") == 0
+    names = "--metric-names", "nemo,trl", "--metric-names", "prime"
+    assert call("run", config, "--assert", "mismatch/max == 0", *names) == 0
+    assert load_run(run).metrics.names == ["nemo", "trl", "prime"]
     assert [r["gen_kl_error"] for r in read_records(run)] == [0.0, 0.0] and checkpoint.steps(run) == [0, 1, 2]
     assert call("run", config) == 2 and "already holds a run" in capsys.readouterr().err
 
@@ -136,6 +138,7 @@ def test_a_life_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFix
         (["--assert", "eval/pass_rate > 0"], "the run never evaluates"),
         (["--assert", "eval/pass_rate > 0", "--set", "run.eval_every=3"], "the run never evaluates"),
         (["--assert", "gen_kl_error < 1", "--metric-names", "trl"], "gen_kl_error is not logged; --metric-names nemo"),
+        (["--metric-names", "trl,verll"], "did you mean 'verl'?"),
         (["--set", "model.device=cuda:77"], "cuda"),
     ],
 )

@@ -48,7 +48,11 @@ def token_logprobs(
     Returns fp32 ``[B, S - 1]``, whose entry ``t`` is log p(token ``t + 1`` | tokens up to ``t``) of the distribution
     after ``temperature``, over the full vocabulary, bit for bit what an engine reports for a token that it sampled.
     Entries that predict nothing (padding, the first token of a sequence) are 0. ``temperature`` is one number, or
-    ``[B]``, one a row. With ``entropy``, also the entropies in nats. Differentiable; logits are made %d rows at a time.
+    ``[B]``, one a row. With ``entropy``, also the entropies in nats. Logits are made %d rows at a time.
+
+    A ``model`` compiled with ``mode="train"`` gives values with gradients, and is what a loss wants. A rollout
+    (``mode="infer"``) has no backward: its values are the same bits without gradients, and torch's ``backward()`` on
+    them fails ("does not require grad").
 
     ``rows [n]`` int64 asks for some entries only, such as those of the responses: flat indices into ``[B, S - 1]``. The
     result is then ``[n]``, bit for bit those entries, and no other row goes through lm_head. InputError for an index

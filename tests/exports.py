@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 # What no forward reads: of a config, and of a model that was loaded.
 _NOT_READ = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")
@@ -17,9 +17,11 @@ _OF_LOADING = ("name_or_path", "generation_config", "_weight_conversions")
 
 
 def exported_once(export: Callable[..., Any]) -> Callable[..., Any]:
-    """``precgraph.trace._export`` that gives a language model like one before the program of that one.
+    """``precgraph.trace._export`` that reuses the exported program of an earlier, indistinguishable model.
 
-    What makes a graph of it reads the model's own parameters and buffers, so that all that is ours runs every time.
+    What runs inside torch.export is shared: the model's forward, and in it ``precgraph.attention`` and
+    ``precgraph.experts``. What comes before and after runs for every model: what is refused, and the graph, which is
+    made of the program and the model's own parameters and buffers.
     """
     programs: dict[Hashable, Any] = {}
 
@@ -36,10 +38,12 @@ def exported_once(export: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def seen_by_export(model: PreTrainedModel) -> Hashable:
-    """All that torch.export could make another program of: code, settings, hooks, shapes and what shares memory."""
-    config = {k: v for k, v in model.config.to_dict().items() if k not in _NOT_READ}
+    """What torch.export could make another program of: code, configs, settings, hooks, shapes, what shares memory, and
+    torch's modes. Not seen: what is replaced in torch itself or in other modules that a model's code imports.
+    """
+    configs: dict[int, Hashable] = {}  # by id: most modules hold their model's
     modules = [
-        (path, type(module), type(module).forward, type(module).__call__, *map(_frozen, sorted(_settings(module))))
+        (path, type(module), *((name, _frozen(name, value, configs)) for name, value in _settings(module)))
         for path, module in model.named_modules()
     ]
     first: dict[int, str] = {}
@@ -48,20 +52,42 @@ def seen_by_export(model: PreTrainedModel) -> Hashable:
         (name, first.setdefault(id(t), name), type(t), t.shape, t.stride(), t.dtype, t.device, t.requires_grad)
         for name, t in named
     ]
-    return repr(config), tuple(modules), tuple(tensors), torch.is_grad_enabled(), torch.get_default_dtype()
+    return _code({type(module) for module in model.modules()}), tuple(modules), tuple(tensors), _modes()
+
+
+def _code(types: Iterable[type]) -> Hashable:
+    """The methods of classes and the functions that their modules have as globals, any of which a patch replaces."""
+    classes = {base for each in types for base in each.__mro__}
+    owners = [*classes, *{sys.modules[c.__module__] for c in classes}]
+    return frozenset((owner, name, value) for owner in owners for name, value in vars(owner).items() if callable(value))
+
+
+def _config(config: PreTrainedConfig) -> Hashable:
+    """With the implementations of attention and experts, which ``to_dict`` leaves out."""
+    values = {"model_type": type(config).model_type} | vars(config)  # which loading sets
+    read = [(name, values[name]) for name in sorted(values) if name not in _NOT_READ]
+    return type(config), repr([(name, _config(v) if isinstance(v, PreTrainedConfig) else v) for name, v in read])
 
 
 def _settings(module: nn.Module) -> list[tuple[str, Any]]:
-    apart = ("_parameters", "_buffers", "_modules", "config", *_OF_LOADING)
+    apart = ("_parameters", "_buffers", "_modules", *_OF_LOADING)
     settings = {"_use_kernels": False} | vars(module)  # which loading sets, and is False by default
-    return [(name, value) for name, value in sorted(settings.items(), key=itemgetter(0)) if name not in apart]
+    return [(name, settings[name]) for name in sorted(settings) if name not in apart]
 
 
-def _frozen(setting: tuple[str, Any]) -> Hashable:
+def _frozen(name: str, value: Any, configs: dict[int, Hashable]) -> Hashable:
     """A setting as a part of a key. What is another object each time gives a model a program of its own."""
-    name, value = setting
+    if isinstance(value, PreTrainedConfig):
+        if id(value) not in configs:
+            configs[id(value)] = _config(value)
+        return configs[id(value)]
     if isinstance(value, partial):
-        return name, value.func, repr((value.args, value.keywords))
+        return value.func, repr((value.args, value.keywords))
     if isinstance(value, dict) and name.endswith("hooks"):
-        return name, tuple(value.values())
-    return name, value if isinstance(value, Hashable) else repr(value)
+        return tuple(value.values())
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+def _modes() -> Hashable:
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_default_device(), autocast

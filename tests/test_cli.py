@@ -614,7 +614,7 @@ def test_show_dot_is_well_formed(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("family", [*CAUSAL_LMS, *MORE_LMS, "glm4_moe", "qwen2_moe"])
-def test_a_digest_is_that_of_the_model_with_its_weights(family: str, tmp_path: Path) -> None:
+def test_a_digest_is_that_of_the_model_with_its_weights(family: str, exported_anew: None, tmp_path: Path) -> None:
     """Scales of embeddings and whatever else a model keeps outside its checkpoint count; a router's bias does not."""
     causal_lm(family).save_pretrained(tmp_path)
     trained = precgraph.compile(load_model(tmp_path), "train").precgraph.digest  # type: ignore[union-attr]

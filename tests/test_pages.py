@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import redirect_stdout
-from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import precgraph
 
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL)
+PAGES = {page: BLOCK.findall((DOCS / page).read_text()) for page in ("api.md", "embedding.md")}
+
+
+def imports_trl(code: str) -> bool:
+    return re.search(r"^(from|import) trl\b", code, re.MULTILINE) is not None
+
+
+WITH_TRL = [page for page, blocks in PAGES.items() if any(imports_trl(code) for code, _ in blocks)]
+
+
+@pytest.fixture
+def as_before() -> Iterator[None]:
+    """An example that changes a setting of the process may fail before it changes it back."""
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
 
 
 def test_every_public_name_has_a_section() -> None:
@@ -24,15 +41,22 @@ def test_every_public_name_has_a_section() -> None:
     assert {*headings} - {*precgraph.__all__} == {"The embedded engine", "The optimiser", "Errors"}
 
 
-@pytest.mark.parametrize("page", ["api.md", "embedding.md"])
-def test_every_example_prints_what_the_page_says(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those of libraries that are no dependency, where they are not installed."""
+@pytest.mark.parametrize(
+    ("page", "trl"),
+    [*((page, False) for page in PAGES), *((page, True) for page in WITH_TRL)],
+    ids=[*PAGES, *(f"{page}-trl" for page in WITH_TRL)],
+)
+def test_every_example_prints_what_the_page_says(
+    page: str, trl: bool, as_before: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With TRL's blocks, which print how training goes and so are only run, and without."""
+    if trl:
+        pytest.importorskip("trl", reason="needs TRL, which is not installed (pip install trl)")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
-    for code, wanted in BLOCK.findall((DOCS / page).read_text()):
-        if "\nfrom trl import" in code and find_spec("trl") is None:
-            continue
-        printed = StringIO()
-        with redirect_stdout(printed):
-            exec(compile(code, page, "exec"), names)
-        assert "trl" in code or printed.getvalue() == wanted, code
+    for code, wanted in PAGES[page]:
+        if trl or not imports_trl(code):
+            printed = StringIO()
+            with redirect_stdout(printed):
+                exec(compile(code, page, "exec"), names)
+            assert imports_trl(code) or printed.getvalue() == wanted, code

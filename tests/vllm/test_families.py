@@ -55,7 +55,11 @@ def test_every_other_family(
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
 def test_a_routers_bias_is_a_weight(
-    family: str, checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]]
+    family: str,
+    exported_anew: None,
+    checkpoint: Callable[..., Any],
+    start: Callable[..., Any],
+    prompts: list[list[int]],
 ) -> None:
     """Trainer, engine and command line have one digest whatever it is, and it reaches the engine on every route."""
     _, path = checkpoint(family)

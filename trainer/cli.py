@@ -27,6 +27,7 @@ from trainer.changes import FILE, Changes, require_same_run, since
 from trainer.config import Config, load, load_run
 from trainer.errors import ConfigError, InterruptedRunError, MetricAssertionError
 
+LEFT_OUT = 0.3  # of the items: above that, what is held out is told as a warning
 UNFINISHED = 3  # so that a loop of a shell knows a run that goes on from one that is done, or failed
 
 app = typer.Typer(
@@ -299,6 +300,9 @@ def _explain(console: Console, trainer: Any) -> None:
         console.print(
             "run.eval_every = 0: nothing is evaluated in the run; precgraph-train eval does it after", highlight=False
         )
+    if trainer.task.left_out > LEFT_OUT:
+        console.print(f"[yellow]held-out items take {trainer.task.left_out:.0%} of the items from training: lower "
+                      "eval.items, or name others with eval.data[/yellow]", soft_wrap=True)  # fmt: skip
     if not trainer.stops:
         console.print("[yellow]the model has no end token: every response runs to rollout.max_tokens[/yellow]")
 

@@ -39,13 +39,15 @@ class Item:
 @dataclass(frozen=True)
 class Task:
     """Items and a scorer. ``score(item, response)`` is called with the response's text; ``note`` is what a run says of
-    the items when it starts; ``reward`` names a function of the user's own."""
+    the items when it starts; ``reward`` names a function of the user's own; ``left_out`` is the share of the items that
+    held-out ones took."""
 
     name: str
     items: Sequence[Item]
     scorer: Scorer
     note: str = ""
     reward: str = ""
+    left_out: float = 0.0
 
     def score(self, item: Item, response: str) -> float:
         """The reward; RewardError, naming the scorer and the item, if it raises or returns no number within
@@ -116,9 +118,10 @@ def training(config: Config, held: Task) -> Task:
     task = load_task(config.task)
     asked = {item.question for item in held.items}
     kept = [i for i, item in enumerate(task.items) if item.question not in asked]
-    if len(kept) == len(task.items):
+    if not (lost := len(task.items) - len(kept)):
         return task
-    note = f"{task.note}; {len(task.items) - len(kept)} of them ask what held-out items ask, and are left out"
+    share = lost / len(task.items)
+    note = f"{task.note}; {lost} of them ({share:.0%}) ask what held-out items ask, and are left out"
     if len(kept) < config.rollout.groups:
         whole = task.name.startswith("jsonl:") and not isinstance(task.items, _Part)  # of a file there is no more
         more = "" if whole else "raise task.size, "
@@ -126,7 +129,7 @@ def training(config: Config, held: Task) -> Task:
             f"{note}; {len(kept)} stay, and a step needs rollout.groups = {config.rollout.groups}",
             path=task.name, remedy=f"{more}lower eval.items, or name other items with eval.data",
         )  # fmt: skip
-    return replace(task, items=_Part(task.items, kept), note=note)
+    return replace(task, items=_Part(task.items, kept), note=note, left_out=share)
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,19 @@ def test_rounded_masters_are_one_note(
     assert line.startswith(f"note: {described}: ") and "RoundingWarning" not in said
 
 
+@pytest.mark.parametrize(("size", "share"), [(10, "40%"), (14, None)])
+def test_much_that_is_held_out_is_a_warning(
+    size: int, share: str | None, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four items are held out: 40 % or 29 %."""
+    assert call("run", config, "--dry-run", "--set", f"task.size={size}") == 0
+    said = capsys.readouterr().err
+    assert f"{size} items; 4 of them ({400 / size:.0f}%) ask what held-out items ask" in " ".join(said.split())
+    warnings = [line for line in said.splitlines() if line.startswith("held-out items take")]
+    rest = f"{share} of the items from training: lower eval.items, or name others with eval.data"
+    assert warnings == ([f"held-out items take {rest}"] if share else [])
+
+
 def test_a_life_of_a_run(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     assert call("run", config, "--dry-run", "--set", "optimizer.lr=2e-3") == 0

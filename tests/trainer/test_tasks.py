@@ -348,7 +348,8 @@ def test_no_question_is_both_learned_and_held_out() -> None:
     assert len(held.items) == 100 and asked < set(questions(drawn))
     assert questions(kept) == [q for q in questions(drawn) if q not in asked]
     left_out = 1000 - len(kept.items)
-    assert kept.note == f"1000 items; {left_out} of them ask what held-out items ask, and are left out"
+    said = f"{left_out} of them ({left_out / 10:.0f}%) ask what held-out items ask, and are left out"
+    assert kept.note == f"1000 items; {said}"
     assert questions(learned(config)) == questions(kept)  # as a resumed run draws them
     item = kept.items[0]
     assert kept.score(item, item.answer) == 1.0
@@ -365,8 +366,8 @@ def test_held_out_items_of_any_source_are_left_out(module: Any, held: str, left:
     config = Config.from_dict(table)
     kept = learned(config)
     assert len(kept.items) == left and not set(questions(kept)) & set(questions(held_out(config)))
-    note = f"; {8 - left} of them ask what held-out items ask, and are left out" if left < 8 else ""
-    assert kept.note == "8 items" + note
+    note = f"; {8 - left} of them ({(8 - left) * 25 // 2}%) ask what held-out items ask, and are left out"
+    assert kept.note == "8 items" + (note if left < 8 else "") and kept.left_out == (8 - left) / 8
     if left < 8:
         with pytest.raises(TaskError, match=rf"{left} stay, and a step needs rollout.groups = 7.*lower eval.items"):
             learned(Config.from_dict(table | {"rollout": {"groups": 7}}))
@@ -393,7 +394,7 @@ def test_rows_without_a_seed_are_split_by_one(module: Any, tmp_path: Path, sourc
     kept, held = learned(config), held_out(config)
     assert len(held.items) == 64 and len(kept.items) == 1500 - 64
     assert set(questions(kept)) | set(questions(held)) == {f"{i}?" for i in range(1500)}
-    assert kept.note == "1500 items; 64 of them ask what held-out items ask, and are left out"
+    assert kept.note == "1500 items; 64 of them (4%) ask what held-out items ask, and are left out"
     places = [int(item.answer) for item in held.items]
     assert places == sorted(places) and places[0] < 300 and places[-1] > 1200
     assert questions(held_out(config)) == questions(held)
@@ -410,7 +411,7 @@ def test_a_run_learns_from_what_is_left_and_says_so(module: Any, tmp_path: Path)
     console = Console(file=io.StringIO(), width=200)
     made = Trainer(config, model=tiny.model(layers=1), tokenizer=tiny.tokenizer(), console=console)
     made.run(until=0.0)
-    assert "8 items; 4 of them ask what held-out items ask, and are left out\n" in console.file.getvalue()
+    assert "8 items; 4 of them (50%) ask what held-out items ask, and are left out\n" in console.file.getvalue()
     made.evaluate()
     assert questions(made.task) == ["4+4=", "5+5=", "6+6=", "7+7="] and made.stream.count == 4
     assert questions(made._held_out) == ["0+0=", "1+1=", "2+2=", "3+3="]

@@ -25,7 +25,7 @@ from precgraph.cli.console import settings as options
 from precgraph.errors import PrecGraphError
 from trainer.changes import FILE, Changes, require_same_run, since
 from trainer.config import Config, load, load_run
-from trainer.errors import ConfigError, InterruptedRunError, MetricAssertionError
+from trainer.errors import ConfigError, InputError, InterruptedRunError, MetricAssertionError
 
 LEFT_OUT = 0.3  # of the items: above that, what is held out is told as a warning
 UNFINISHED = 3  # so that a loop of a shell knows a run that goes on from one that is done, or failed
@@ -189,10 +189,14 @@ def export(
 def plot(
     runs: Annotated[list[Path], typer.Argument(help="Run directories.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Both .png and .html are written.")] = Path("curves"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the files.")] = False,
 ) -> None:
     """Reward, length, entropy and mismatch of runs on one page, as PNG and self-contained HTML."""
-    from trainer.plot import plot_runs
+    from trainer.plot import plot_runs, targets
 
+    taken = next((path for path in targets(output) if path.exists()), None)
+    if taken and not force:
+        raise InputError("exists already", path=str(taken), remedy="name another by -o, or add --force")
     for path in plot_runs(runs, output):
         typer.echo(str(path))
 

@@ -163,13 +163,18 @@ def differing(experiments: Sequence[tuple[str, Sequence[Run]]]) -> list[list[str
 # ------------------------------------------------------------------------------------------- curves
 
 
+def targets(output: Path) -> list[Path]:
+    """``output.png`` and ``output.html``, whichever of the suffixes ``output`` has."""
+    output = output.with_suffix("") if output.suffix in (".png", ".html") else output
+    return [output.with_name(output.name + suffix) for suffix in (".png", ".html")]
+
+
 def plot_runs(paths: Sequence[Path], output: Path) -> list[Path]:
-    """Write ``output.png`` and ``output.html``, whichever of the suffixes ``output`` has; returns both paths."""
+    """Write the ``targets`` of ``output``, in the place of what is there; returns both paths."""
     runs = read_runs(paths)
     image = _figure(groups(runs))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output = output.with_suffix("") if output.suffix in (".png", ".html") else output
-    png, page = output.with_name(output.name + ".png"), output.with_name(output.name + ".html")
+    png, page = targets(output)
+    png.parent.mkdir(parents=True, exist_ok=True)
     png.write_bytes(image)
     page.write_text(_page(runs, image), encoding="utf-8")
     return [png, page]

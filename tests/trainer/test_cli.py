@@ -329,8 +329,26 @@ def test_a_run_that_is_named_twice_is_no_second_seed(tmp_path: Path) -> None:
     tiny.settings(tmp_path).save(tmp_path / "config.toml")
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "mismatch/max": Infinity}\n')
     assert call("plot", tmp_path, "-o", tmp_path / "curves") == 0
-    for command in ("plot", "compare"):
-        assert call(command, tmp_path, tmp_path / ".." / tmp_path.name) == 2
+    for command in (["plot", "--force", "-o", tmp_path / "curves"], ["compare"]):
+        assert call(*command, tmp_path, tmp_path / ".." / tmp_path.name) == 2
+
+
+@pytest.mark.parametrize("suffix", ["png", "html"])
+def test_a_plot_replaces_nothing_unless_it_is_told_to(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    tiny.settings(tmp_path / "run").save(tmp_path / "run" / "config.toml")
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 0, "reward/mean": 1}\n')
+    monkeypatch.chdir(tmp_path)
+    taken = Path(f"curves.{suffix}")
+    taken.write_text("mine")
+    for output in ([], ["-o", "curves"], ["-o", "curves.png"]):
+        assert call("plot", "run", *output) == 2
+        assert f"{taken}: exists already; name another by -o, or add --force" in capsys.readouterr().err
+    assert taken.read_text() == "mine" and sorted(p.name for p in tmp_path.iterdir()) == [taken.name, "run"]
+    assert call("plot", "run", "-o", "others") == 0 and taken.read_text() == "mine"
+    assert call("plot", "run", "--force") == 0 and taken.read_bytes()[:4] in (b"\x89PNG", b"<!do")
 
 
 def test_debug_shows_where_the_users_own_code_raised(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

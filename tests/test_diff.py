@@ -107,8 +107,8 @@ def test_findings_that_came_went_and_were_accepted(write: Any) -> None:
 
 def test_what_became_known_is_a_count(write: Any) -> None:
     """The others are listed, and all with --verbose."""
-    old = document(*(finding(module=f"model.layers.{n}.mlp", operand="weight") for n in range(50)))
-    many = [finding(module=f"model.layers.{n}.mlp", operand="weight") for n in range(1, 50)]
+    old = document(*(finding(module=f"model.layers.{n}.mlp", quantises="weight") for n in range(50)))
+    many = [finding(module=f"model.layers.{n}.mlp", quantises="weight") for n in range(1, 50)]
     a = write("a", old)
     b = write("b", document(*many, *(finding(module=f"new.{n}") for n in range(45)), baseline=old))
     lines = run(a, b).stdout.splitlines()

@@ -25,6 +25,7 @@ from precgraph import PrecisionGraph, Recipe
 from precgraph.checking import lowered
 from precgraph.cli import app
 from precgraph.errors import CheckError, InputError
+from precgraph.passes.pipeline import build as passes
 from precgraph.report import build, github, html, junit, layer, load, sarif, schema, svg, verdict
 from precgraph.report.document import cause_lines
 from precgraph.report.html import recipe_rows
@@ -213,10 +214,12 @@ def test_people_read_rows_that_are_alike_over_modules_as_one() -> None:
     """By prefix and ends; data keeps a row for each, and what they quantise, which keeps rows apart."""
     ends = ("self_attn.q_proj", "mlp", "mlp.up_proj")
     alike = [
-        finding("divide", f"model.layers.{n}.{end}", operand="weight", inherited=1) for n in (0, 1) for end in ends
+        finding("divide", f"model.layers.{n}.{end}", quantises="weight", inherited=1) for n in (0, 1) for end in ends
     ]
-    data = valid(document(*alike, finding("divide", "model.layers.0.mlp", operand="activation"), finding("divide", "")))
-    assert [(r["module"], r.get("operand"), r["count"]) for r in data["rows"]] == [
+    activation = finding("divide", "model.layers.0.mlp", quantises="activation")
+    data = valid(document(*alike, activation, finding("divide", "")))
+    assert not any("." in f["fingerprint"] for f in data["violations"])  # a weight's is not the activation's
+    assert [(r["module"], r.get("quantises"), r["count"]) for r in data["rows"]] == [
         ("model.layers.{0-1}.self_attn.q_proj", "weight", 2), ("model.layers.{0-1}.mlp", "weight", 2),
         ("model.layers.{0-1}.mlp.up_proj", "weight", 2), ("model.layers.0.mlp", "activation", 1), ("", None, 1),
     ]  # fmt: skip
@@ -228,7 +231,7 @@ def test_people_read_rows_that_are_alike_over_modules_as_one() -> None:
         assert "model.layers.{0-1}.{self_attn.q_proj, mlp, mlp.up_proj}" in text
         assert "6 × quantize (weight)" in text and "quantize (activation)" in text
     many = over_modules([{**one[0], "module": f"a.m{i}"} for i in range(14)])
-    assert [row["module"] for row in many] == [f"a.{{{', '.join(f'm{i}' for i in range(12))}, 2 more}}"]
+    assert [row["module"] for row in many] == [f"a.{{{', '.join(f'm{i}' for i in range(12))}, 2 more, see --json}}"]
     assert [r["module"] for r in over_modules([{**one[0], "module": m} for m in ("", "a.b")])] == ["{(model), a.b}"]
 
 
@@ -238,8 +241,11 @@ def test_a_difference_says_what_is_quantised() -> None:
     other = replace(e4m3, linear=replace(e4m3.linear, activation=rounded[0], weight=rounded[1]))
     traced = trace(meta_lm("llama"))
     report = check_inclusion(lowered(traced, "train", e4m3), lowered(traced, "infer", other))
-    assert {(f.op, f.operand) for f in report.violations} == {("quantize", "activation"), ("quantize", "weight")}
-    assert Counter(f.operand for f in report.violations) == {"activation": 8, "weight": 14}
+    wgrad = replace(e4m3.linear, wgrad_activation=replace(e4m3.linear.wgrad_activation, scale_dtype="ue8m0"))
+    trains = [passes(traced.graph, "train", r, recompute="none") for r in (e4m3, replace(e4m3, linear=wgrad))]
+    assert {(f.op, f.quantises) for f in check_inclusion(*trains).notes} == {("quantize", "activation")}  # saved ones
+    assert {(f.op, f.quantises) for f in report.violations} == {("quantize", "activation"), ("quantize", "weight")}
+    assert Counter(f.quantises for f in report.violations) == {"activation": 8, "weight": 14}
 
 
 def test_what_runs_another_engine_is_not_said() -> None:

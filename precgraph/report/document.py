@@ -217,7 +217,7 @@ def _numbered(findings: Sequence[Finding]) -> list[tuple[Finding, str]]:
     seen: Counter[str] = Counter()
     out = []
     for f in findings:
-        text = json.dumps([f.numbers(), f.module, f.op, f.attributes, f.train, f.infer])
+        text = json.dumps([f.numbers(), f.module, operator(plain(f)), f.attributes, f.train, f.infer])
         mark = hashlib.sha256(text.encode()).hexdigest()[:20]
         seen[mark] += 1
         out.append((f, mark if seen[mark] == 1 else f"{mark}.{seen[mark]}"))
@@ -233,7 +233,7 @@ def _rows(state: Mapping[str, Sequence[Finding]], reasons: Sequence[str]) -> Ite
             for row in fold(members, name == "violation"):
                 values = {key: getattr(row, key) for key in _ROW_KEYS}
                 data = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-                data |= {"operand": row.operand} if row.operand else {}
+                data |= {"quantises": row.quantises} if row.quantises else {}
                 yield {"state": name, **data, **({} if reason is None else {"reason": reason})}
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from precgraph.errors import CheckError
 from precgraph.format import Format
-from precgraph.graph import PrecisionGraph
+from precgraph.graph import PrecisionGraph, Record
 from precgraph.recipe import BACKWARD_RULES
 from precgraph.verify.align import Aligner, Alignment
 from precgraph.verify.program import Program, canonicalise, describe, lineage, same_tensor
@@ -26,7 +26,7 @@ from precgraph.verify.report import Finding, Report
 from precgraph.verify.rules import RULES, rule
 from precgraph.verify.signature import Difference, local_differences
 
-QUANTISERS = ("quantize", "quantize_dispatched")
+_QUANTIZERS = ("quantize", "quantize_dispatched")
 # Attributes that may follow from the dtype of an operand.
 _FOLLOWS_OPERAND = ("dtype", "compute")
 
@@ -246,7 +246,7 @@ class Inclusion:
                 first.code, record.precision.module, name, record.op,
                 tuple(found), tuple(d.train for d in found.values()), tuple(d.infer for d in found.values()),
                 f"differs in {words}", first.remedy, codes=tuple(r.code for r in rules),
-                operand=record.precision.role if record.op in QUANTISERS else "",
+                quantises=_quantises(record),
             )
         )  # fmt: skip
         self.places.append(place)
@@ -314,6 +314,13 @@ def _note(
 def _as_note(f: Finding) -> Finding:
     r = RULES["backward"]
     return replace(f, code=r.code, remedy=r.remedy, message=f"{f.message} ({f.code}), in the backward only")
+
+
+def _quantises(record: Record) -> str:
+    """Of a quantiser what it quantises; what is saved for the backward is an activation."""
+    if record.op not in _QUANTIZERS:
+        return ""
+    return "activation" if record.precision.role == "saved" else record.precision.role
 
 
 def _chain(program: Program, names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ class Finding:
     ``node`` is the node's name in the rollout graph, or in the training graph where the rollout has none;
     ``inherited`` counts the nodes downstream that differ only because this one does; ``codes`` are those of the
     attributes, one each, where they are not all ``code``; ``refused`` says that precgraph.compile refuses the rollout's
-    program for it; ``operand`` is what a quantiser quantises: activation, weight or gradient.
+    program for it; ``quantises`` says of a quantiser what it quantises: activation, weight or gradient.
     """
 
     code: str
@@ -39,7 +39,7 @@ class Finding:
     inherited: int = 0
     codes: tuple[str, ...] = ()
     refused: bool = False
-    operand: str = ""
+    quantises: str = ""
 
     def with_refusal(self) -> Finding:
         """This point as one for which compile refuses the program, which its message says too."""
@@ -70,7 +70,7 @@ class Row:
     count: int
     inherited: int
     codes: tuple[str, ...] = ()
-    operand: str = ""
+    quantises: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +160,13 @@ def _text(row: Mapping[str, Any], prefix: str, *, remedy: bool) -> Iterator[str]
 
 def operator(row: Mapping[str, Any]) -> str:
     """The operator of a finding or row, and of a quantiser what it quantises."""
-    return f"{row['op']} ({row['operand']})" if row.get("operand") else str(row["op"])
+    return f"{row['op']} ({row['quantises']})" if row.get("quantises") else str(row["op"])
 
 
 def plain(finding: Finding) -> dict[str, Any]:
-    """A finding as JSON data; ``refused`` and ``operand`` are there only where they say something."""
+    """A finding as JSON data; ``refused`` and ``quantises`` are there only where they say something."""
     data = asdict(finding) | {"codes": finding.numbers()}
-    for name in ("refused", "operand"):
+    for name in ("refused", "quantises"):
         if not data[name]:
             del data[name]
     return {k: list(v) if isinstance(v, tuple) else v for k, v in data.items()}
@@ -225,8 +225,8 @@ def _joined(modules: Sequence[str]) -> str:
     paths = [module.split(".") for module in modules]
     columns = zip(*(path[:-1] for path in paths), strict=False)
     shared = [column[0] for column in takewhile(lambda column: len({*column}) == 1, columns)]
-    ends = [".".join(path[len(shared) :]) or "(model)" for path in paths]
-    more = [f"{len(ends) - NAMED} more"] if len(ends) > NAMED else []
+    ends = list(dict.fromkeys(".".join(path[len(shared) :]) or "(model)" for path in paths))
+    more = [f"{len(ends) - NAMED} more, see --json"] if len(ends) > NAMED else []
     return ".".join([*shared, "{" + ", ".join([*ends[:NAMED], *more]) + "}"])
 
 
@@ -247,11 +247,11 @@ def _masked(finding: Finding) -> tuple[int | None, tuple[Any, ...]]:
 
     values = tuple(tuple(map(mask, v)) for v in (finding.train, finding.infer))
     key = (finding.code, mask(finding.module), finding.op, finding.attributes, *values, mask(finding.message))
-    return (int(number) if number else None), (*key, finding.remedy, finding.numbers(), finding.operand)
+    return (int(number) if number else None), (*key, finding.remedy, finding.numbers(), finding.quantises)
 
 
 def _row(key: tuple[Any, ...], members: list[tuple[int | None, Finding]], violation: bool) -> Row:
-    code, module, op, attributes, train, infer, message, remedy, codes, operand = key
+    code, module, op, attributes, train, infer, message, remedy, codes, quantises = key
     layers = sorted({n for n, _ in members if n is not None})
     name = _ranges(layers) if len(layers) > 1 else "".join(map(str, layers))
     fill = "{" + name + "}" if len(layers) > 1 else name
@@ -262,7 +262,7 @@ def _row(key: tuple[Any, ...], members: list[tuple[int | None, Finding]], violat
     return Row(
         violation, code, unmask(module), op, attributes, tuple(map(unmask, train)), tuple(map(unmask, infer)),
         unmask(message), remedy, len(members), sum(f.inherited for _, f in members), codes,
-        operand,
+        quantises,
     )  # fmt: skip
 
 

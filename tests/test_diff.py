@@ -105,6 +105,16 @@ def test_findings_that_came_went_and_were_accepted(write: Any) -> None:
     assert [f["module"] for f in back["new"]] == ["gone"]
 
 
+def test_reports_whose_findings_are_equal_may_differ_in_all_else(write: Any) -> None:
+    """In what was measured, for one: of equal programs that run on other weights."""
+    one = document(finding())
+    measured = [{**one, "numerics": {"logprobs": {"mean": mean, "largest": 0.5}}} for mean in (0.25, 0.125)]
+    result = run(*(write(str(i), data) for i, data in enumerate(measured)), "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["fields"] == {"numerics.logprobs.mean": [0.25, 0.125]}
+    assert run(write("a", one), write("b", one)).exit_code == 0
+
+
 def test_what_became_known_is_a_count(write: Any) -> None:
     """The others are listed, and all with --verbose."""
     old = document(*(finding(module=f"model.layers.{n}.mlp", quantises="weight") for n in range(50)))

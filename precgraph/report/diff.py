@@ -55,6 +55,12 @@ def _graph(path: Path) -> PrecisionGraph:
         raise InputError(f"is no whole graph: {error}", path=str(path)) from None
 
 
+# What a report says of its findings, which are compared one by one.
+_OF_FINDINGS = {
+    "causes", "violations", "suppressed", "known", "fixed", "not_proved", "notes", "rows", "parts", "ok", "exit_code",
+}  # fmt: skip
+
+
 def diff_reports(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     """Findings that are new, fixed, or in another state (failing, suppressed, known), and all else that changed."""
     if a["level"] != b["level"]:
@@ -67,9 +73,7 @@ def diff_reports(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         for mark in old.keys() & new.keys()
         if old[mark][1] != new[mark][1]
     ]
-    fields = differing(
-        a, b, ("model", "sides", "backend", "device", "recipes", "recipe", "digests", "compared", "tool", "strict")
-    )
+    fields = differing(a, b, tuple(key for key in dict.fromkeys([*a, *b]) if key not in _OF_FINDINGS))
     found: dict[str, Any] = {
         "new": [f for mark, (f, _) in new.items() if mark not in old],
         "fixed": [f for mark, (f, _) in old.items() if mark not in new],

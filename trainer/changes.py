@@ -33,6 +33,11 @@ def since(directory: Path, step: int, config: Config) -> Changes:
     return {key: [before[key], value] for key, value in _keys(config).items() if before[key] != value}
 
 
+def history(directory: Path) -> list[tuple[int, Changes]]:
+    """What was changed when the run in ``directory`` was resumed: from which step on, and values before and after."""
+    return [(row["step"], row["changes"]) for row in _rows(directory)]
+
+
 def require_same_run(changes: Changes, directory: Path) -> None:
     """ConfigError if what makes a run that run is among the changes: its steps would be of two experiments."""
     found = [key for key in changes if key in _IDENTITY or key.partition(".")[0] in _IDENTITY]

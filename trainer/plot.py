@@ -24,6 +24,7 @@ from rich.markup import escape
 from rich.measure import Measurement
 from rich.table import Table
 
+from trainer.changes import history
 from trainer.config import Config, load_run
 from trainer.errors import TrainerError
 from trainer.metrics import Record, averaged, read_records
@@ -91,6 +92,7 @@ _NO_PART = {
     "metrics.samples": "how many texts a record shows",
     "metrics.log_tokens": "written after the step was measured; unlike metrics.threshold, which a figure counts from",
 }
+_PROGRAM = "graph/digest"  # of a record
 SPARSE = 20  # so few values are drawn as points, too: a single one is no line
 NAMED = 4  # keys in a figure's legend
 COLOURS = ("#1b6ca8", "#d1495b", "#3a7d44", "#e69f00", "#6f4e9c", "#555555")
@@ -110,9 +112,18 @@ class Run:
         return self.path.resolve().name
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """What seeds of one experiment have in common, by ``table.key``."""
-        flat = {f"{name}.{key}": v for name, table in self.config.to_dict().items() for key, v in table.items()}
+    def settings(self) -> dict[str, str]:
+        """What seeds of one experiment have in common, by ``table.key``, as JSON: of a key that a resumed run changed all
+        values, and of its steps the digests of the programs that made them.
+        """
+        flat = {f"{name}.{key}": _json(v) for name, table in self.config.to_dict().items() for key, v in table.items()}
+        changed: set[str] = set()
+        for step, changes in history(self.path):
+            for key, (old, new) in changes.items():
+                first = flat[key] if key in changed else _json(old)
+                flat[key] = f"{first}, {_json(new)} from step {step}"
+                changed.add(key)
+        flat[_PROGRAM] = ", ".join(dict.fromkeys(str(r[_PROGRAM])[:16] for r in self.records if r.get(_PROGRAM)))
         return {path: value for path, value in flat.items() if path not in _NO_PART}
 
 
@@ -141,7 +152,7 @@ def groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
     """Seeds together, with a label each: the arm, and the first run's directory where arms do not tell them apart."""
     by: dict[str, list[Run]] = {}
     for run in runs:
-        by.setdefault(json.dumps(run.settings, sort_keys=True), []).append(run)
+        by.setdefault(_json(run.settings), []).append(run)
     arms = [members[0].config.precision.arm for members in by.values()]
     return [
         (arm if arms.count(arm) == 1 else f"{arm} ({members[0].name})", members)
@@ -151,13 +162,21 @@ def groups(runs: Sequence[Run]) -> list[tuple[str, list[Run]]]:
 
 def differing(experiments: Sequence[tuple[str, Sequence[Run]]]) -> list[list[str]]:
     """Header and one row a key that is not the same in all experiments, but for the arm, which their labels say: its
-    value in each, as JSON."""
+    value in each, as JSON. Programs that differ are told where nothing else does: another version, or another machine.
+    """
     settings = [members[0].settings for _, members in experiments]
-    keys = [key for key in settings[0] if key != "precision.arm" and any(s[key] != settings[0][key] for s in settings)]
+    keys = [key for key in settings[0] if any(s[key] != settings[0][key] for s in settings)]
+    told = [key for key in keys if key not in ("precision.arm", _PROGRAM)] or [
+        key for key in keys if keys == [_PROGRAM]
+    ]
     return [
         ["differs in", *(label for label, _ in experiments)],
-        *([key, *(json.dumps(s[key], ensure_ascii=False) for s in settings)] for key in keys),
+        *([key, *(s[key] for s in settings)] for key in told),
     ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, sort_keys=True)
 
 
 # ------------------------------------------------------------------------------------------- curves
@@ -263,8 +282,15 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
     """Header and one row an experiment: label, seeds, steps, and each final value as mean ± standard deviation."""
     out = [["arm", "seeds", "steps", *(column.title for column in FINAL)]]
     for label, members in groups(runs):
-        steps = str(min(len(r.records) for r in members))
-        out.append([label, seeds(members), steps, *(spread(members, column) for column in FINAL)])
+        steps = sorted({len(r.records) for r in members})
+        out.append(
+            [
+                label,
+                seeds(members),
+                "–".join(map(str, dict.fromkeys([steps[0], steps[-1]]))),
+                *(spread(members, column) for column in FINAL),
+            ]
+        )
     return out
 
 

@@ -159,6 +159,35 @@ def test_what_experiments_differ_in_is_said(tmp_path: Path, monkeypatch: pytest.
     assert all(label.endswith("\nand 1 more") for label in plot._legend(groups(read_runs(paths))))
 
 
+def test_what_was_changed_half_way_is_another_experiment(tmp_path: Path) -> None:
+    records = [{"reward/mean": 1.0}] * 8
+    changed = written(tmp_path / "changed", records, optimizer={"lr": 1e-2})
+    changes = [
+        {"step": 4, "changes": {"optimizer.lr": [1e-3, 5e-3]}},
+        {"step": 6, "changes": {"optimizer.lr": [5e-3, 1e-2]}},
+    ]
+    (changed / "changes.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in changes))
+    whole = written(tmp_path / "whole", records, optimizer={"lr": 1e-2}, run={"seed": 4})
+    assert differing(groups(read_runs([changed, whole])))[1:] == [
+        ["optimizer.lr", "0.001, 0.005 from step 4, 0.01 from step 6", "0.01"]
+    ]
+
+
+def test_programs_and_kinds_of_values_tell_experiments_apart(tmp_path: Path) -> None:
+    paths = [
+        written(tmp_path / str(i), [{"reward/mean": 1.0, "graph/digest": digest * 32}], task={"params": {"k": k}})
+        for i, (digest, k) in enumerate((("ab", 1), ("cd", 1), ("ab", True), ("ab", 1.0)))
+    ]
+    runs = read_runs(paths)
+    assert differing(groups(runs[:2]))[1:] == [["graph/digest", "ab" * 8, "cd" * 8]]
+    assert differing(groups([runs[0], *runs[2:]]))[1:] == [["task.params", '{"k": 1}', '{"k": true}', '{"k": 1.0}']]
+
+
+def test_seeds_of_different_lengths_say_so(tmp_path: Path) -> None:
+    paths = [written(tmp_path / str(n), [{"reward/mean": 1.0}] * n, run={"seed": n}) for n in (3, 100, 7)]
+    assert cells(paths)["steps"] == "3–100"
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [

@@ -113,8 +113,8 @@ class Run:
 
     @property
     def settings(self) -> dict[str, str]:
-        """What seeds of one experiment have in common, by ``table.key``, as JSON: of a key that a resumed run changed all
-        values, and of its steps the digests of the programs that made them.
+        """What seeds of one experiment have in common, by ``table.key``, as JSON: of a key that a resumed run changed
+        all values, and of its steps the digests of the programs that made them.
         """
         flat = {f"{name}.{key}": _json(v) for name, table in self.config.to_dict().items() for key, v in table.items()}
         changed: set[str] = set()
@@ -166,9 +166,7 @@ def differing(experiments: Sequence[tuple[str, Sequence[Run]]]) -> list[list[str
     """
     settings = [members[0].settings for _, members in experiments]
     keys = [key for key in settings[0] if any(s[key] != settings[0][key] for s in settings)]
-    told = [key for key in keys if key not in ("precision.arm", _PROGRAM)] or [
-        key for key in keys if keys == [_PROGRAM]
-    ]
+    told = keys if keys == [_PROGRAM] else [key for key in keys if key not in ("precision.arm", _PROGRAM)]
     return [
         ["differs in", *(label for label, _ in experiments)],
         *([key, *(s[key] for s in settings)] for key in told),
@@ -282,15 +280,9 @@ def rows(runs: Sequence[Run]) -> list[list[str]]:
     """Header and one row an experiment: label, seeds, steps, and each final value as mean ± standard deviation."""
     out = [["arm", "seeds", "steps", *(column.title for column in FINAL)]]
     for label, members in groups(runs):
-        steps = sorted({len(r.records) for r in members})
-        out.append(
-            [
-                label,
-                seeds(members),
-                "–".join(map(str, dict.fromkeys([steps[0], steps[-1]]))),
-                *(spread(members, column) for column in FINAL),
-            ]
-        )
+        lengths = sorted({len(r.records) for r in members})
+        steps = "–".join(map(str, dict.fromkeys((lengths[0], lengths[-1]))))
+        out.append([label, seeds(members), steps, *(spread(members, column) for column in FINAL)])
     return out
 
 

@@ -55,7 +55,7 @@ test: lint ## lint, types and the tests
 test-vllm: $(VLLM_STAMP) ## the tests in real vLLM on the CPU, on both model runners, in an environment of their own
 	@OMP_NUM_THREADS=1 $(VLLM_BIN)/python -m pytest -n 2 --dist loadfile -m vllm tests/vllm tests/test_stacks.py \
 		$(PYTEST_ARGS)
-	@# The V2 runner is slow here, in Triton's interpreter: what no runner has a part in is not run again.
+	@# The V2 runner is slow here, in Triton's interpreter: tests that are independent of the runner are not run again.
 	@OMP_NUM_THREADS=1 VLLM_USE_V2_MODEL_RUNNER=1 PYTHONPATH=tests/vllm/interpreted $(VLLM_BIN)/python -m pytest -n 2 \
 		--dist loadfile -m runner tests/vllm $(PYTEST_ARGS)
 

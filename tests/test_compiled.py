@@ -220,6 +220,7 @@ def test_bad_calls(actor: Any, arguments: dict[str, Any], message: str) -> None:
     ("arguments", "message"),
     [
         ({"cu_seq_lens_q": torch.tensor([0.0, 4.0])}, "cu_seq_lens must be int64 or int32"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 2], [3, 4]])}, "cu_seq_lens must be int64 or int32"),
         ({"cu_seq_lens_q": torch.tensor([0, 5])}, "must rise from 0 to 4"),
         ({"cu_seq_lens_q": torch.tensor([0, 2, 2, 4])}, "must rise from 0 to 4"),
         ({"cu_seq_lens_q": torch.tensor([0, 4]), "position_ids": torch.tensor([[0, 1, 0, 1]])}, "jump from 1 to 0"),

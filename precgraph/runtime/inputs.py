@@ -136,7 +136,7 @@ def _check_mask(mask: Tensor | None, input_ids: Tensor) -> Tensor:
 
 
 def _check_cu_seq_lens(cu_seq_lens: Tensor, rows: int, width: int, mask: Tensor) -> tuple[int, ...]:
-    if cu_seq_lens.dtype not in (torch.int64, torch.int32):
+    if cu_seq_lens.dtype not in (torch.int64, torch.int32) or cu_seq_lens.shape[-1:].numel() != cu_seq_lens.numel():
         raise InputError(f"cu_seq_lens must be int64 or int32 [sequences + 1], not {_describe(cu_seq_lens)}")
     bounds = tuple(cu_seq_lens.flatten().tolist())
     rising = all(a < b for a, b in pairwise(bounds))

@@ -114,11 +114,11 @@ def fused_norm(
     )
     if tokens is not None:
         assert scale is not None
-        quantise_again(x if total is None else total, weight, scale, rows, tokens)
+        quantise_normed(x if total is None else total, weight, scale, rows, tokens)
     return Normed(total, normed, rows, tokens)
 
 
-def quantise_again(x: Tensor, weight: Tensor, root: Tensor, rows: QTensor | None, tokens: QTensor) -> None:
+def quantise_normed(x: Tensor, weight: Tensor, root: Tensor, rows: QTensor | None, tokens: QTensor) -> None:
     """Fill ``rows`` and ``tokens`` with the norm of ``x [..., C]``, given its reciprocal roots (fp32, one a row)."""
     flat, step = matrix(x)
     T, C = x.shape[:-1].numel(), x.shape[-1]

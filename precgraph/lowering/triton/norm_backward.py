@@ -15,7 +15,7 @@ from torch import Tensor
 
 from precgraph.format import Format
 from precgraph.lowering.triton.layouts import matrix, new_like, new_tokens, require_bf16
-from precgraph.lowering.triton.norm import check_width, gain, load_row, piece_of, quantise_again, root_of
+from precgraph.lowering.triton.norm import check_width, gain, load_row, piece_of, quantise_normed, root_of
 from precgraph.lowering.triton.primitives import EXACT, bf16, ceil_div
 from precgraph.lowering.triton.reductions import halving_sum, mean, sum_rows
 from precgraph.quantizer import QTensor
@@ -25,7 +25,9 @@ _ROWS_A_PROGRAM = 32  # how many rows one partial sum of dweight covers
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormGrads:
-    """What :func:`fused_norm_backward` made of ``x [..., C]``; ``tokens``: the norm's value along tokens, or None."""
+    """What :func:`fused_norm_backward` made of ``x [..., C]``: ``dx [..., C]`` bf16, ``dweight [C]`` in the weight's
+    dtype, and ``tokens``, the norm's value quantised along tokens, or None.
+    """
 
     dx: Tensor
     dweight: Tensor
@@ -47,11 +49,12 @@ def fused_norm_backward(
     *,
     tokens_fmt: Format | None = None,
 ) -> NormGrads:
-    """:func:`rms_norm_backward`; the reciprocal root mean square is computed again from ``x``.
+    """Of ``dy, x, residual_grad [..., C]`` and ``weight [C]``, bf16; the root mean square is recomputed from ``x``.
 
     ``residual_grad``, the gradient that reaches the norm's input beside the norm, is added to the rounded dx. dweight
     is summed over tokens in fp32, 32 rows at a time and then those sums in order: the same bits in every run, not those
-    of torch's own sum. With ``tokens_fmt`` a second kernel makes the norm again from those roots, along tokens.
+    of torch's own sum. With ``tokens_fmt`` a second kernel recomputes the norm from those roots, along tokens.
+    InputError or LoweringError for operands that do not fit a program.
     """
     require_bf16(dy=dy, x=x, weight=weight, residual_grad=residual_grad)
     check_width(x, weight)
@@ -84,7 +87,7 @@ def fused_norm_backward(
     )
     if tokens is not None:
         assert roots is not None
-        quantise_again(x, weight, roots, None, tokens)
+        quantise_normed(x, weight, roots, None, tokens)
     return NormGrads(dx, sum_rows(partial, weight.dtype), tokens)
 
 

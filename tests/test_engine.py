@@ -185,6 +185,7 @@ def test_n_samples_of_a_prompt_are_n_requests() -> None:
     done = engine.generate(prompts, params)
     assert outputs(done) == outputs(engine.generate([prompts[0]] * 3 + [prompts[1]], ones))
     assert len({tuple(c.token_ids) for c in done[:3]}) == 3
+    assert [c.prompt_index for c in done] == [0, 0, 0, 1]
     assert worst_difference(actor, done, ones, "left") == 0.0
     done[0].prompt_token_ids.clear()
     assert done[1].prompt_token_ids == prompts[0]

@@ -89,7 +89,7 @@ class StockVllm:
         asked = [to_vllm(p if self._seeded else replace(p, seed=None)) for p in params]
         outputs = self._engine.generate([{"prompt_token_ids": list(p)} for p in prompts], asked, use_tqdm=False)
         # The whole distribution was drawn from: the kept mass is 1.
-        return [Completion(**completion_fields(output, self._served)) for output in outputs]
+        return [Completion(**completion_fields(output, self._served, i)) for i, output in enumerate(outputs)]
 
     def _update(self) -> None:
         """Hand over the weights if the actor has synced since; vLLM quantises them anew itself."""

@@ -38,6 +38,7 @@ class Completion:
     ``kept_mass``: per token, the share of that distribution that top-k and top-p left to draw from, 1.0 without them;
     a token was drawn with probability ``exp(logprob) / kept_mass``. ``finish_reason``: ``"stop"`` or ``"length"``.
     ``cached_tokens``: how many tokens of the prompt were found in the prefix cache when the request started.
+    ``prompt_index``: which prompt of the call it continues.
     """
 
     prompt_token_ids: list[int]
@@ -47,6 +48,7 @@ class Completion:
     finish_reason: str
     weights_version: int
     cached_tokens: int
+    prompt_index: int
 
 
 class Engine:
@@ -174,7 +176,7 @@ class Engine:
         if not all(isinstance(p, SamplingParams) for p in each) or len(each) != len(prompts):
             raise InputError(f"params must be one SamplingParams, or a sequence of {len(prompts)}: one a prompt")
         checked = [(self._prompt(i, prompt, p), p) for i, (prompt, p) in enumerate(zip(prompts, each, strict=True))]
-        return [Request(list(ids), one, _seed(one)) for ids, p in checked for one in p.each()]
+        return [Request(list(ids), one, _seed(one), i) for i, (ids, p) in enumerate(checked) for one in p.each()]
 
     def _prompt(self, index: int, prompt: Sequence[int], params: SamplingParams) -> list[int]:
         """The ids of prompt ``index`` as integers; InputError for what cannot be served."""
@@ -270,6 +272,7 @@ def _completion(request: Request, version: int) -> Completion:
         request.finish_reason,
         version,
         request.cached or 0,
+        request.prompt_index,
     )
 
 

@@ -22,6 +22,7 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     seed: int
+    prompt_index: int
     draw: random.Random = field(init=False)
     tokens: list[int] = field(init=False)
     logprobs: list[float] = field(default_factory=list)

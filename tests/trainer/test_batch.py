@@ -120,7 +120,7 @@ def test_verify_notices_responses_that_moved_by_one_row() -> None:
 
 
 def completion(prompt: list[int], tokens: list[int], version: int = 1, reason: str = "stop") -> Completion:
-    return Completion(prompt, tokens, [-1.0] * len(tokens), [1.0] * len(tokens), reason, version, 0)
+    return Completion(prompt, tokens, [-1.0] * len(tokens), [1.0] * len(tokens), reason, version, 0, 0)
 
 
 def test_completions_become_samples() -> None:

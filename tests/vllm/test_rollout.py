@@ -148,6 +148,7 @@ def test_n_samples_of_a_prompt(pair: tuple[Any, Any], prompts: list[list[int]]) 
         done = llm.generate(prompts[1:3], params)
         assert outputs(done) == outputs(wanted)
         assert largest_difference(actor, done, 0.7) == 0.0
+        assert [s.prompt_index for s in done] == [0, 0, 0, 1, 1, 1]
     assert theirs.n == 3 and theirs.seed == 3
     with pytest.raises(InputError, match="n = 2 would share one"):
         llm.generate([[1]], VllmParams(n=2, extra_args={SEED: 1}))

@@ -140,9 +140,9 @@ class LLM:
         self._require_ready()
         served = self.engine.llm_engine.vllm_config.model_config
         requests = requests_of(prompt_token_ids, params, self.vocabulary, served)
-        inputs = [{"prompt_token_ids": ids} for ids, _ in requests]
-        asked = [request_of(p) for _, p in requests]
-        warn_of_shared_seeds(requests, stacklevel=3)  # past one_at_a_time
+        inputs = [{"prompt_token_ids": ids} for _, ids, _ in requests]
+        asked = [request_of(p) for _, _, p in requests]
+        warn_of_shared_seeds([(ids, p) for _, ids, p in requests], stacklevel=3)  # past one_at_a_time
         names = [p.extra_args.get(RECORD) for p in asked]
         cut = [name for name in names if name is not None]
         version = self._served
@@ -162,8 +162,8 @@ class LLM:
             raise StaleWeightsError("the weights changed during generate()", remedy="call sync() between calls")
         masses = [records[name]["kept_mass"] if name else {} for name in names]
         samples = [
-            Sample(**completion_fields(output, version, mass), digest=self.digest)
-            for output, mass in zip(outputs, masses, strict=True)
+            Sample(**completion_fields(output, version, index, mass), digest=self.digest)
+            for output, (index, _, _), mass in zip(outputs, requests, masses, strict=True)
         ]
         require_finite(torch.tensor([p for s in samples for p in s.logprobs]))
         return samples

@@ -85,7 +85,9 @@ def to_vllm(params: SamplingParams) -> Any:
     )  # fmt: skip
 
 
-def completion_fields(output: Any, version: int, kept_mass: Mapping[Any, float] = {}) -> dict[str, Any]:
+def completion_fields(
+    output: Any, version: int, prompt_index: int, kept_mass: Mapping[Any, float] = {}
+) -> dict[str, Any]:
     """vLLM's output for a request as the fields of a :class:`precgraph.runtime.engine.Completion`.
 
     ``kept_mass`` is that of each token by its index; without it, any token could be drawn.
@@ -97,7 +99,7 @@ def completion_fields(output: Any, version: int, kept_mass: Mapping[Any, float] 
         "logprobs": [step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)],
         "kept_mass": kept_masses(kept_mass, len(tokens)),
         "finish_reason": str(answer.finish_reason), "weights_version": version,
-        "cached_tokens": output.num_cached_tokens or 0,
+        "cached_tokens": output.num_cached_tokens or 0, "prompt_index": prompt_index,
     }  # fmt: skip
 
 
@@ -129,8 +131,9 @@ class ExactGate(*logits_processors()):  # type: ignore[misc]
 
 def requests_of(
     prompts: Sequence[Sequence[int]], params: Any, vocabulary: int, served: Any
-) -> list[tuple[list[int], Any]]:
-    """A call's requests, prompt after prompt: token ids, and parameters of one sample, of the class of ``params``.
+) -> list[tuple[int, list[int], Any]]:
+    """A call's requests, prompt after prompt: its index, its token ids, and parameters of one sample, of the class of
+    ``params``.
 
     ``params`` are one for all or one a prompt, ``served`` is vLLM's ``ModelConfig``. InputError for what cannot be
     served: no lists of token ids, no room for a token, stop strings that vLLM, without a tokenizer, would not look for.
@@ -154,7 +157,7 @@ def requests_of(
             "stop strings need a tokenizer, and this engine was started without one",
             remedy="end requests at stop_token_ids, or leave out skip_tokenizer_init",
         )
-    return [(prompt, one) for prompt, p in zip(ids, each, strict=True) for one in samples_of(p)]
+    return [(i, prompt, one) for i, (prompt, p) in enumerate(zip(ids, each, strict=True)) for one in samples_of(p)]
 
 
 def samples_of(params: Any) -> list[Any]:

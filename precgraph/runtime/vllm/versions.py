@@ -53,6 +53,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("vllm.config", "CUDAGraphMode", has=("FULL", "NONE")),
     Symbol("vllm.triton_utils", "HAS_TRITON"),
+    Symbol("vllm.platforms", "current_platform", has=("is_cuda",)),
     Symbol("vllm.logger", "init_logger", takes=("name",)),
     Symbol(
         "vllm.model_executor.layers.attention", "Attention",

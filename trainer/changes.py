@@ -58,8 +58,7 @@ def record(directory: Path, step: int, changes: Changes) -> None:
 
 
 def _keys(config: Config) -> dict[str, Any]:
-    flat = {f"{name}.{key}": value for name, table in config.to_dict().items() for key, value in table.items()}
-    return {path: value for path, value in flat.items() if path not in _PLACES}
+    return {path: value for path, value in config.flat().items() if path not in _PLACES}
 
 
 def _rows(directory: Path) -> list[dict[str, Any]]:

@@ -238,6 +238,10 @@ class Config:
         """Nested plain data, every key spelled out."""
         return dataclasses.asdict(self)
 
+    def flat(self) -> dict[str, Any]:
+        """The same by ``table.key``, as ``--set`` and tables of differences name them."""
+        return {f"{name}.{key}": value for name, table in self.to_dict().items() for key, value in table.items()}
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`; keys that are absent have their defaults. ConfigError names a wrong key."""

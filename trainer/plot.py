@@ -15,6 +15,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -111,12 +112,12 @@ class Run:
         """That of its directory: a fork has its origin's ``run.name``."""
         return self.path.resolve().name
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, str]:
         """What seeds of one experiment have in common, by ``table.key``, as JSON: of a key that a resumed run changed
         all values, and of its steps the digests of the programs that made them.
         """
-        flat = {f"{name}.{key}": _json(v) for name, table in self.config.to_dict().items() for key, v in table.items()}
+        flat = {path: _json(value) for path, value in self.config.flat().items()}
         changed: set[str] = set()
         for step, changes in history(self.path):
             for key, (old, new) in changes.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,17 +130,18 @@ def _graphs(
 def _compared(report: Report, train: PrecisionGraph, infer: PrecisionGraph) -> dict[str, Any]:
     """What the verdict rests on: nodes, linears of both sides, and how many nodes of the rollout each kernel runs, by
     numerics id."""
+    rollout = _forward(infer)
     return {
         "nodes": report.compared,
-        **_linears(infer),
-        "train": _linears(train),
-        "kernels": dict(sorted(Counter(str(r.precision.numerics) for r in _forward(infer)).items())),
+        **_linears(rollout),
+        "train": _linears(_forward(train)),
+        "kernels": dict(sorted(Counter(str(r.precision.numerics) for r in rollout).items())),
     }
 
 
-def _linears(graph: PrecisionGraph) -> dict[str, int]:
-    """How many linear layers the forward has, and how many of them are quantised."""
-    linears = [r for r in _forward(graph) if r.op == "linear"]
+def _linears(forward: Sequence[Record]) -> dict[str, int]:
+    """How many linear layers a forward has, and how many of them are quantised."""
+    linears = [r for r in forward if r.op == "linear"]
     return {
         "linears": len(linears),
         "quantized_linears": sum(r.precision.rule("gemm") == "quantized" for r in linears),

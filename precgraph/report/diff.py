@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from precgraph.graph import PrecisionGraph
 
 SCHEMA = 1
+# What a report says of its findings, which are compared one by one.
+_OF_FINDINGS = {
+    "causes", "violations", "suppressed", "known", "fixed", "not_proved", "notes", "rows", "parts", "ok", "exit_code",
+}  # fmt: skip
 
 
 def diff_files(a: Path, b: Path) -> dict[str, Any]:
@@ -22,43 +26,38 @@ def diff_files(a: Path, b: Path) -> dict[str, Any]:
 
     InputError: a file is neither, or the two are not of one kind or level; CheckError: a graph has no operators.
     """
-    kinds = [_kind(path) for path in (a, b)]
-    if kinds[0] != kinds[1]:
-        raise InputError(f"is a {kinds[1]}, and {a} a {kinds[0]}", path=str(b), remedy="name two files of one kind")
-    if kinds[0] == "graph":
+    (kind, first), (other, second) = (_read(path) for path in (a, b))
+    if kind != other:
+        raise InputError(f"is a {other}, and {a} a {kind}", path=str(b), remedy="name two files of one kind")
+    if kind == "graph":
         from precgraph.report.graph_diff import diff_graphs  # needs torch, which reports do not
 
-        changed = diff_graphs(_graph(a), _graph(b))
+        changed = diff_graphs(_graph(first, a), _graph(second, b))
     else:
         changed = diff_reports(load(a), load(b))
-    return {"schema": SCHEMA, "kind": kinds[0], "a": str(a), "b": str(b), **changed}
+    return {"schema": SCHEMA, "kind": kind, "a": str(a), "b": str(b), **changed}
 
 
-def _kind(path: Path) -> str:
+def _read(path: Path) -> tuple[str, Mapping[str, Any]]:
+    """Graph or report, and its data."""
     data = strict_json.read(path)
     if isinstance(data, Mapping) and "nodes" in data and "parameters" in data:
-        return "graph"
+        return "graph", data
     if isinstance(data, Mapping) and "violations" in data:
-        return "report"
+        return "report", data
     raise InputError(
         "is neither a graph nor a report", path=str(path),
         remedy="write one with precgraph show --format json, or check -o",
     )  # fmt: skip
 
 
-def _graph(path: Path) -> PrecisionGraph:
+def _graph(data: Mapping[str, Any], path: Path) -> PrecisionGraph:
     from precgraph.serialize import graph_from_json
 
     try:
-        return graph_from_json(strict_json.read(path))
+        return graph_from_json(data)
     except Exception as error:
         raise InputError(f"is no whole graph: {error}", path=str(path)) from None
-
-
-# What a report says of its findings, which are compared one by one.
-_OF_FINDINGS = {
-    "causes", "violations", "suppressed", "known", "fixed", "not_proved", "notes", "rows", "parts", "ok", "exit_code",
-}  # fmt: skip
 
 
 def diff_reports(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

@@ -92,6 +92,8 @@ class SamplingParams:
 
     def each(self) -> list[Self]:
         """The parameters of each of the ``n`` samples, as of a request of its own."""
+        if self.n == 1:
+            return [self]
         return [replace(self, n=1, seed=seed) for seed in seeds_of(self.seed, self.n)]
 
 

@@ -172,6 +172,8 @@ def samples_of(params: Any) -> list[Any]:
     require_exact(params)
     if not isinstance(params.n, int) or not 1 <= params.n <= MAX_N or (params.n > 1 and of_vllm(params).greedy):
         raise InputError(f"n = {params.n!r}", remedy=f"an integer from 1 to {MAX_N}, and 1 for greedy requests")
+    if params.n == 1:
+        return [params]
     samples = []
     for seed in seeds_of(params.seed, params.n):
         samples.append(params.clone())

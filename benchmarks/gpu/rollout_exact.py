@@ -220,7 +220,7 @@ def stock(model: str, run: str, options: argparse.Namespace) -> None:
         max_tokens=options.output_len, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
     )  # fmt: skip
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    samples = [Completion(**completion_fields(o, 1)) for o in outputs]
+    samples = [Completion(**completion_fields(o, 1, i)) for i, o in enumerate(outputs)]
     llm.llm_engine.engine_core.shutdown()
     of = f"stock vLLM {run}"
     with torch.no_grad():

@@ -23,6 +23,7 @@ from precgraph.verify.environment import KIND, SCHEMA, VARIABLES
 _MORE: dict[str, tuple[str, ...]] = {
     "flash_attn": ("flash-attn",),
     "flash_attn_3": ("flash-attn-3", "fa3-fwd"),
+    "flash_attn_4": ("flash-attn-4",),
     "flashinfer": ("flashinfer-python",),
     "sglang": ("sglang",),
     "transformer_engine": ("transformer-engine", "transformer_engine"),

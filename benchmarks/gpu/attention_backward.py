@@ -1,10 +1,11 @@
 """Which attention backward that takes FlashAttention-3's output and log-sum-exp is the fastest on this card?
 
 ``python -m benchmarks.gpu.attention_backward``. Causal, bf16, heads of Qwen3-8B: 32, on 8 of keys, of width 128. The
-candidates are the program's two, FlashAttention-4's (dense and varlen, plain and deterministic), and every plan that
-the heuristics of cuDNN's graph API name; a copy that a kernel's layout needs counts. First the errors of the gradients
-of one short sequence, relative to those of float32. Then a call by itself, from its first launch on, and 100 in a row,
-for which the card may lower its clock, each with its rate; and whether repeated calls give equal bits.
+candidates are FlashAttention-4's (dense, and varlen as the program calls it; plain and deterministic), what the program
+takes without that, and every plan that the heuristics of cuDNN's graph API name; a copy that a kernel's layout needs
+counts. First the errors of the gradients of one short sequence, relative to those of float32. Then a call by itself,
+from its first launch on, and 100 in a row, for which the card may lower its clock, each with its rate; and whether
+repeated calls give equal bits.
 
 The libraries of others are optional. What fits torch 2.11 on CUDA 13: flash-attn-4 4.0.0b36 with nvidia-cutlass-dsl
 4.8.1 and its libs-cu13, quack-kernels 0.6.5, apache-tvm-ffi 0.1.15.post2, torch-c-dlpack-ext 0.1.5, einops 0.8.2; and

@@ -70,6 +70,7 @@ _KERNELS: dict[tuple[str, str], list[Kernel]] = {}
 _MODULES = {
     "reference": "precgraph.lowering.reference",
     "triton": "precgraph.lowering.triton.kernels",
+    "flash_attention_4": "precgraph.lowering.flash_attention_4",
     "flash_attention": "precgraph.lowering.flash_attention",
     "deep_gemm": "precgraph.lowering.deep_gemm",
     "cublas": "precgraph.lowering.cublas",
@@ -78,8 +79,8 @@ _MODULES = {
 BACKENDS = {
     "reference": ("reference",),
     "triton": ("triton", "reference"),
-    "triton_flash": ("triton", "flash_attention", "reference"),
-    "deep_gemm": ("cublas", "deep_gemm", "flash_attention", "triton", "reference"),
+    "triton_flash": ("triton", "flash_attention_4", "flash_attention", "reference"),
+    "deep_gemm": ("cublas", "deep_gemm", "flash_attention_4", "flash_attention", "triton", "reference"),
 }
 AUTO = {"cuda": "deep_gemm"}  # elsewhere the reference
 # The remedy where a kernel cannot run, for those who call and those who type.

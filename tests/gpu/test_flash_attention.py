@@ -54,13 +54,16 @@ def spec_of(shape: tuple[int, int, int], window: int = 0) -> AttentionSpec:
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="only vLLM's build has pages and windows")
 
 
-def float64(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensor:
-    """One sequence ``[N, H, D]`` in float64."""
+def float64(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    """One sequence ``[N, H, D]`` in float64: its output, and log-sum-exp ``[N, H]``."""
     group = spec.heads // spec.kv_heads
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * spec.scale
     mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).tril()
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, -torch.inf).softmax(-1), v)
+    if spec.window:
+        mask = mask.triu(1 - spec.window)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v), scores.logsumexp(-1).t()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -158,7 +161,7 @@ def test_values(shape: tuple[int, int, int]) -> None:
     out, lse = flash_attention.attention(*inputs, spec, context=context)
     dy = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(1), device="cuda").bfloat16()
     wide = [t.double().requires_grad_() for t in inputs]
-    right = torch.cat([float64(*(t[0, a:b] for t in wide), spec) for a, b in pairwise(bounds)]).flatten(1)  # type: ignore[call-arg]
+    right = torch.cat([float64(*(t[0, a:b] for t in wide), spec)[0] for a, b in pairwise(bounds)]).flatten(1)  # type: ignore[call-arg]
     right.backward(dy[0].double())
     assert error(out[0], right.detach()) < 0.01
     grads = flash_attention.flash_backward(dy, *inputs, out, lse, spec, context=context)

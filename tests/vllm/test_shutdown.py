@@ -8,9 +8,10 @@ from threading import Event, Thread
 from typing import Any
 
 import pytest
+import torch
 
 import precgraph
-from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError
+from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError
 from precgraph.runtime.sampling import SamplingParams
 from tests.vllm.conftest import largest_difference
 
@@ -136,19 +137,43 @@ def test_a_sync_that_breaks_off_leaves_no_engine_that_mixes_weights(
         llm.generate(prompts[:3], PARAMS)
 
 
-def test_an_engine_that_sleeps_generates_nothing(
+def test_an_engine_that_sleeps_and_what_it_serves_when_it_has_woken(
     checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would wait for ever. vLLM's CPU engine has no sleep of its own."""
-    llm = start(checkpoint("llama")[1])
-    llm.sync(precgraph.compile(checkpoint("llama")[0], "train"))
-    monkeypatch.setattr(llm.engine, "sleep", lambda level: None)
-    monkeypatch.setattr(llm.engine, "wake_up", lambda: None)
-    llm.sleep()
-    with pytest.raises(StaleWeightsError, match="the engine sleeps; call wake"):
-        llm.generate(prompts[:1], PARAMS)
-    llm.wake()
-    assert llm.generate(prompts[:1], PARAMS)
+    """vLLM's CPU worker forgets nothing in its sleep: here it loses what a GPU's loses, and NaN would show."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    model, path = checkpoint("llama")
+    actor, llm = precgraph.compile(model, "train"), start(path)
+    store = llm.engine.apply_model(lambda m: m.compiled.store)[0]
+    weights = [t for t in store.masters.values() if not t.is_meta]
+    weights += [t for pack in store.packs.values() for t in pack.tensors().values()]
+
+    def forgets(worker: Any, level: int = 1) -> None:
+        caches = [layer.kv_cache for layer in worker.vllm_config.compilation_config.static_forward_context.values()]
+        for memory in [*caches, *(weights if level == 2 else ())]:
+            memory.view(torch.uint8).fill_(0xFF)  # NaN in every format
+
+    monkeypatch.setattr(CPUWorker, "sleep", forgets)
+    params = [SamplingParams(max_tokens=6, temperature=0.7, seed=i) for i in range(9)]
+    before = llm.generate(prompts, params)
+    assert sum(s.cached_tokens for s in llm.generate(prompts, params)) > 500
+    for level in (1, 2):
+        llm.sleep(level)
+        with pytest.raises(StaleWeightsError, match="the engine sleeps; call wake"):  # or it would wait for ever
+            llm.generate(prompts[:1], PARAMS)
+        for call in (llm.state, lambda: llm.sync(actor)):  # on a GPU the memory is not mapped
+            with pytest.raises(SyncError, match="the engine sleeps, and its weights are not in memory; wake it"):
+                call()
+        llm.wake()
+        if level == 2:
+            with pytest.raises(StaleWeightsError, match="weights are not complete; sync the weights"):
+                llm.generate(prompts[:1], PARAMS)
+            llm.sync(actor)
+        after = llm.generate(prompts, params)
+        assert [s.cached_tokens for s in after[:7]] == [0] * 7
+        assert largest_difference(actor, after, 0.7) == 0.0
+        assert [(s.token_ids, s.logprobs) for s in after] == [(s.token_ids, s.logprobs) for s in before]
 
 
 def test_one_thread_at_a_time(

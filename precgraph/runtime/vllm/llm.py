@@ -320,7 +320,8 @@ class LLM:
 
     # ---------------------------------------------------------------------------------- sleep
     def sleep(self, level: int = 1) -> None:
-        """Free the cache, and at level 2 the weights too; needs ``enable_sleep_mode=True``. Then only :meth:`wake`."""
+        """Free the cache, and at level 2 the weights too; needs ``enable_sleep_mode=True``. Until :meth:`wake`,
+        :meth:`generate` is an error, and :meth:`sync` and :meth:`state` are where the weights are the engine's own."""
         self._require_alive()
         if level > 1 and self._actor is not None:
             raise InputError("level 2 would discard the actor's weights", remedy="use sleep(level=1)")

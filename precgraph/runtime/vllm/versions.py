@@ -100,7 +100,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol("vllm.v1.attention.backends.cpu_attn", "CPUAttentionBackend", has=("get_impl_cls", "get_builder_cls")),
     Symbol("vllm.forward_context", "get_forward_context"),
-    Symbol("vllm.v1.worker.gpu_worker", "Worker", has=("load_model", "sleep", "wake_up")),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker", has=("load_model", "sleep")),
+    Symbol("vllm.v1.worker.gpu_worker", "Worker.wake_up", takes=("tags",)),
     Symbol("vllm.v1.worker.cpu_worker", "CPUWorker", has=("load_model", "init_device")),
     Symbol("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", has=("load_model", "get_model")),
     Symbol(

@@ -147,10 +147,14 @@ class RolloutStore(WeightStore):
 
 
 def install_pack(pack: Pack, codes: Tensor, scales: Tensor) -> None:
-    """Write codes ``[..., N, K]`` and their scales into a pack, whose padding stays zero. FP8 is moved as bytes."""
+    """Write codes ``[..., N, K]`` and their scales into a pack. FP8 is moved as bytes."""
     stored = pack.tensors()
     rows, columns = codes.shape[-2:]
-    stored["codes"].view(torch.uint8)[..., :rows, :columns].copy_(codes.view(torch.uint8))
+    own = stored["codes"].view(torch.uint8)
+    own[..., :rows, :columns].copy_(codes.view(torch.uint8))
+    # Zeros already, but after a sleep that discarded the weights, where padding is what the memory holds.
+    own[..., rows:, :].zero_()
+    own[..., columns:].zero_()
     stored["scales"].copy_(scales)
     refill = getattr(pack, "refill", None)  # what a layout keeps besides, such as float64 copies
     if refill is not None:

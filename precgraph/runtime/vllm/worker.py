@@ -41,6 +41,7 @@ class ExactWorker:
     vllm_config: Any
     _receiver: Receiver | None = None
     _opened: Opened | None = None
+    _away = False  # weights of the engine's own are out of the device's memory, while it sleeps
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         runner, v2 = self.model_runner, asks_for_v2()
@@ -80,12 +81,19 @@ class ExactWorker:
         self._draws().warm_up(logits)
 
     def sleep(self, level: int = 1) -> None:
+        store = self._model().compiled.store
+        if isinstance(store, RolloutStore):
+            self._away = True
         if level > 1:
-            store = self._model().compiled.store
             if not isinstance(store, RolloutStore):
                 raise InputError("level 2 would discard the trainer's weights", remedy="use sleep(level=1)")
             store.invalid = "sleep(level=2) has discarded the weights"
         super().sleep(level)  # type: ignore[misc]
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        super().wake_up(tags)  # type: ignore[misc]
+        if tags is None or "weights" in tags:
+            self._away = False
 
     def shutdown(self) -> None:
         """The cache's memory comes back although the model, or who started the engine, is still referred to: the V2
@@ -105,6 +113,7 @@ class ExactWorker:
     @replies
     def precgraph_state(self) -> dict[str, Any]:
         """``digest`` of the program that runs, ``version`` and ``checksum`` of the weights that it runs on."""
+        self._require_awake()
         model = self._model()
         store = model.compiled.store
         return {
@@ -120,6 +129,7 @@ class ExactWorker:
 
     @replies
     def precgraph_begin(self, manifest: dict[str, Any]) -> None:
+        self._require_awake()
         model = self._model()
         store = model.compiled.store
         if not isinstance(store, RolloutStore):
@@ -141,6 +151,7 @@ class ExactWorker:
     @replies
     def precgraph_finish(self) -> str:
         """Install the update; returns the checksum of what is installed, computed from it."""
+        self._require_awake()
         if self._receiver is None:
             raise SyncError("no update has begun", remedy="call begin first")
         manifest, tensors = self._receiver.finish()
@@ -204,6 +215,10 @@ class ExactWorker:
         except SyncError:
             self._receiver.abort()
             raise
+
+    def _require_awake(self) -> None:
+        if self._away:
+            raise SyncError("the engine sleeps, and its weights are not in memory", remedy="wake it, then ask again")
 
     def _require_digest(self) -> None:
         """With ``additional_config={"precgraph": {"digest": ...}}`` a worker that would run another program stops."""

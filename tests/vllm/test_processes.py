@@ -18,6 +18,7 @@ from precgraph.errors import DigestError, StaleWeightsError, SyncError
 from precgraph.runtime.sampling import SamplingParams
 from tests.vllm.conftest import largest_difference, train_step
 from tests.vllm.test_shutdown import refuses_everything
+from tests.vllm.test_sync import addresses, require_served_anew
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 PARAMS = SamplingParams(max_tokens=10, temperature=0.7, top_p=0.9)
@@ -30,9 +31,10 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.runner
 def test_an_engine_of_its_own_process(
-    processes: None, checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]], tmp_path: Path
-) -> None:
-    """Generate, update by a file, refuse a broken one with its typed error, generate; then the engine is killed."""
+    processes: None, checkpoint: Callable[..., Any], start: Callable[..., Any], prompts: list[list[int]],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Generate, update by a file, refuse a broken one with its typed error, generate; then it is killed in a sync."""
     from precgraph.vllm import save_weights
 
     model, path = checkpoint("llama")
@@ -43,25 +45,38 @@ def test_an_engine_of_its_own_process(
     assert engine, "the engine runs in this process"
     samples = llm.generate(prompts, PARAMS)
     assert largest_difference(actor, samples, 0.7) == 0.0 and samples[0].kept_mass[0] < 1.0
+    places = addresses(llm)
     train_step(actor, 1)
     actor.sync()
     assert llm.sync(actor) == 2
-    assert largest_difference(actor, llm.generate(prompts, PARAMS), 0.7) == 0.0
+    require_served_anew(actor, llm, prompts, 2)
+    assert addresses(llm) == places
     weights = tmp_path / "w.safetensors"
     save_weights(actor, weights)
-    data = bytearray(weights.read_bytes())
+    whole = weights.read_bytes()
+    data = bytearray(whole)
     data[-9] ^= 1
     weights.write_bytes(bytes(data))
+    state = llm.state()
     with pytest.raises(SyncError, match="is not the one that the manifest names"):
         llm.sync(weights)
-    assert largest_difference(actor, llm.generate(prompts[:2], PARAMS), 0.7) == 0.0
-    save_weights(actor, weights)
-    for pid in engine:
-        os.kill(pid, signal.SIGKILL)
-    with pytest.raises(SyncError, match="the engine failed in precgraph_begin"):
+    assert llm.state() == state and largest_difference(actor, llm.generate(prompts[:2], PARAMS), 0.7) == 0.0
+    weights.write_bytes(whole)
+    call = llm._call
+
+    def killed(method: str, *args: Any) -> Any:
+        if method == "precgraph_finish":  # all parts have arrived, and it is about to install them
+            for pid in engine:
+                os.kill(pid, signal.SIGKILL)
+        return call(method, *args)
+
+    monkeypatch.setattr(llm, "_call", killed)
+    with pytest.raises(SyncError, match=r"the engine failed in precgraph_finish: .*; start a new engine"):
         llm.sync(weights)
-    with pytest.raises(StaleWeightsError, match="start a new engine"):
-        llm.generate(prompts[:1], PARAMS)
+    for use in (lambda: llm.generate(prompts[:1], PARAMS), lambda: llm.sync(weights), llm.state):
+        with pytest.raises(StaleWeightsError, match="the engine failed in precgraph_finish.*; start a new engine"):
+            use()
+    assert weights.read_bytes() == whole
 
 
 def test_an_interrupted_generate_a_relative_path_and_the_end(

@@ -18,6 +18,8 @@ import precgraph
 from precgraph import Recipe
 from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError
 from precgraph.runtime.sampling import SamplingParams
+from precgraph.runtime.vllm import ipc
+from precgraph.runtime.vllm.sync import describe, policy
 from tests.vllm.conftest import largest_difference, train_step
 
 pytestmark = pytest.mark.vllm
@@ -40,6 +42,16 @@ ANY_FAMILY = pytest.mark.parametrize("apart", FAMILIES[:1], indirect=True)
 def addresses(llm: Any) -> dict[str, int]:
     found: dict[str, int] = llm.engine.collective_rpc("precgraph_addresses")[0]["value"]
     return found
+
+
+def require_served_anew(actor: Any, llm: Any, prompts: list[list[int]], version: int) -> None:
+    """The trainer's bits under its version, and no key of the older weights, of which there were; then keys again."""
+    samples = llm.generate(prompts[:7], PARAMS)
+    assert largest_difference(actor, samples, 0.7) == 0.0
+    assert [s.cached_tokens for s in samples] == [0] * 7, "keys of older weights were reused"
+    assert {s.weights_version for s in samples} == {version} == {llm.state()["version"]}
+    again = llm.generate(prompts[4:7], PARAMS)
+    assert all(s.cached_tokens > 0 for s in again) and largest_difference(actor, again, 0.7) == 0.0
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -95,12 +107,7 @@ def test_the_engine_runs_on_the_trainers_store(shared: tuple[Any, Any], prompts:
         train_step(actor, seed)
         with pytest.raises(StaleWeightsError, match="actor.sync()"):
             llm.generate(prompts, PARAMS)
-        version = actor.sync()
-        samples = llm.generate(prompts[:7], PARAMS)
-        assert largest_difference(actor, samples, 0.7) == 0.0
-        assert [s.cached_tokens for s in samples] == [0] * 7, "keys of older weights were reused"
-        assert {s.weights_version for s in samples} == {version}
-        assert llm.state()["version"] == version
+        require_served_anew(actor, llm, prompts, actor.sync())
     assert addresses(llm) == before
 
 
@@ -123,29 +130,69 @@ def test_other_models_are_refused(shared: tuple[Any, Any], checkpoint: Callable[
         shared[1].sync(precgraph.compile(checkpoint("qwen2")[0], "train"))
 
 
-# ------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------- weights of its own
+
+
+@pytest.fixture
+def played_ipc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """CUDA IPC without a GPU: a handle is the number of a tensor, which the worker finds by it. Names as they open."""
+    tensors: list[torch.Tensor] = []
+    opened: list[str] = []
+
+    def handle(name: str, tensor: torch.Tensor) -> list[Any]:
+        tensors.append(tensor)
+        return [len(tensors) - 1, *[None] * 14]
+
+    def tensor_of(name: str, handle: list[Any]) -> torch.Tensor:
+        opened.append(name)
+        return tensors[handle[0]]
+
+    monkeypatch.setattr(ipc, "_handle", handle)
+    monkeypatch.setattr(ipc, "_open", tensor_of)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return opened
 
 
 @seen_by_runner("apart")
-def test_files(apart: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path) -> None:
-    """By a path and by a temporary file: the bytes that the trainer runs on, at the addresses they had."""
+def test_each_route(apart: tuple[Any, Any], prompts: list[list[int]], tmp_path: Path, played_ipc: list[str]) -> None:
+    """A path, a temporary file, IPC and IPC again: the bytes that the trainer runs on, at the addresses they had."""
     from precgraph.vllm import save_weights
 
     actor, llm = apart
     before = addresses(llm)
     llm.generate(prompts, PARAMS)
-    for seed, through_path in enumerate((True, False)):
+    for seed, route in enumerate(("path", "file", "ipc", "ipc")):
         train_step(actor, seed)
         version = actor.sync()
         manifest = save_weights(actor, tmp_path / "w.safetensors")
-        assert llm.sync(tmp_path / "w.safetensors" if through_path else actor) == version
+        assert (llm.sync(tmp_path / "w.safetensors") if route == "path" else llm.sync(actor, route=route)) == version
         assert llm.state() == {"digest": manifest.digest, "version": version, "checksum": manifest.checksum}
-        samples = llm.generate(prompts[:7], PARAMS)
-        assert largest_difference(actor, samples, 0.7) == 0.0
-        assert [s.cached_tokens for s in samples] == [0] * 7
-        assert {s.weights_version for s in samples} == {version}
+        require_served_anew(actor, llm, prompts, version)
     assert addresses(llm) == before
+    assert sorted(played_ipc) == sorted(manifest.tensors), "the second update by IPC maps nothing again"
     assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+@ANY_FAMILY
+def test_memory_that_changes_before_it_is_read_is_refused(
+    apart: tuple[Any, Any], prompts: list[list[int]], played_ipc: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By IPC the engine reads the trainer's own, after the manifest was made; the old weights go on serving."""
+    actor, llm = apart
+    llm.sync(actor, route="file")
+    params = SamplingParams(max_tokens=6, seed=1)
+    before, state = llm.generate(prompts[:3], params), llm.state()
+    codes = policy(actor)[1]["model.layers.0.mlp.down_proj.weight"].view(torch.uint8)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: codes[5, 7].bitwise_xor_(1))
+    with pytest.raises(SyncError, match=r"^model.layers.0.mlp.down_proj.weight: .*not the one that the manifest names"):
+        llm.sync(actor, route="ipc")
+    codes[5, 7] ^= 1
+    assert llm.state() == state
+    after = llm.generate(prompts[:3], params)
+    assert [(s.token_ids, s.logprobs) for s in after] == [(s.token_ids, s.logprobs) for s in before]
+
+
+# ------------------------------------------------------------------------------------------ files
 
 
 def test_a_file_holds_fp8_bytes_as_other_stacks_store_them(apart: tuple[Any, Any], tmp_path: Path) -> None:
@@ -332,16 +379,15 @@ def test_another_programs_weights_are_refused(apart: tuple[Any, Any], tmp_path: 
 
 def test_another_shape_under_the_right_digest_is_refused(apart: tuple[Any, Any], tmp_path: Path) -> None:
     """A manifest that lies about its program still cannot bring a tensor of another shape."""
-    from precgraph.runtime.vllm.sync import describe, policy
-
     actor, llm = apart
     manifest, found = policy(actor)
     tensors = {n: t.contiguous() for n, t in found.items()}
     tensors["model.norm.weight"] = torch.ones(7, dtype=torch.bfloat16)
-    forged = describe(tensors, manifest.version + 1, manifest.digest)
+    forged, served = describe(tensors, manifest.version + 1, manifest.digest), llm.state()
     save_file(tensors, tmp_path / "w.safetensors", metadata={"precgraph": json.dumps(forged.to_json())})
     with pytest.raises(SyncError, match=r"/w\.safetensors: model.norm.weight: the update brings bfloat16\[7\]"):
         llm.sync(tmp_path / "w.safetensors")
+    assert llm.state() == served
 
 
 @ANY_FAMILY
@@ -353,8 +399,10 @@ def test_older_weights_are_refused(apart: tuple[Any, Any], tmp_path: Path) -> No
     train_step(actor, 7)
     actor.sync()
     llm.sync(actor)
+    served = llm.state()
     with pytest.raises(SyncError, match="is being served"):
         llm.sync(tmp_path / "old.safetensors")
+    assert llm.state() == served
 
 
 @ANY_FAMILY
@@ -450,6 +498,8 @@ def test_an_engine_on_its_actors_weights_takes_no_file_and_no_route(shared: tupl
     for source in ("w.safetensors", tmp_path, [tmp_path], 7):
         with pytest.raises(InputError, match=r"its actor's weights, and reads no file; call sync\(\) without a source"):
             llm.sync(source)
+    with pytest.raises(InputError, match=r"level 2 would discard the actor's weights; use sleep\(level=1\)"):
+        llm.sleep(level=2)
     assert llm.sync(actor) == llm.sync() == actor.precgraph.store.version
 
 

@@ -155,7 +155,7 @@ class Run:
         inputs = {name: self.live[name] for name in (*segment.inputs, "context") if name in self.live}
         with torch.no_grad(), torch.autocast(self.store.device.type, enabled=False):
             results, _ = Runner(self.program, self.store).forward(
-                segment, frozenset(), {**inputs, **(packs or {})}, observe
+                segment, frozenset(), {**inputs, **(packs or {})}, observe=observe
             )
         self.live.update(zip(segment.outputs, results, strict=True))
         self._forget(index)

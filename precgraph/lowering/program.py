@@ -1,9 +1,8 @@
 """A lowered graph as straight-line programs, one forward and one backward per segment.
 
-A segment (embedding, each layer, head) is the unit of checkpointing and profiling; a forward without gradients runs all
-but the head as one block (:attr:`Program.body`). A :class:`Block` is a list of steps with one kernel call each, cut
-down to what its outputs need: a forward whose saved values nobody wants makes none, a backward makes the gradients that
-are asked for.
+A segment (embedding, each layer, head) is the unit of autograd and profiling; a forward without gradients runs all but
+the head as one block (:attr:`Program.body`). A :class:`Block` is a list of steps with one kernel call each, cut down to
+what its outputs need: a forward whose saved values nobody wants makes none, a backward the gradients that are wanted.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from precgraph.quantizer import QTensor
 Values = dict[str, Any]
 Read = Callable[[Values], Any]
 Observe = Callable[[str, Any], Any]  # is shown each value by name and returns the one to go on with
+Names = frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,28 +145,46 @@ class Segment:
     parameters: tuple[str, ...]
     gradients: Mapping[str, str]
     sinks: Mapping[str, tuple[str, ...]]
-    _forward: dict[frozenset[str], tuple[Block, tuple[str, ...]]] = field(default_factory=dict)
-    _backward: dict[frozenset[str], Block] = field(default_factory=dict)
+    _forward: dict[tuple[Names, Names], tuple[Block, tuple[str, ...]]] = field(default_factory=dict)
+    _again: dict[tuple[Names, Names], Block] = field(default_factory=dict)
+    _backward: dict[Names, Block] = field(default_factory=dict)
 
-    def forward(self, wanted: frozenset[str] = frozenset()) -> tuple[Block, tuple[str, ...]]:
-        """The forward that also keeps what the gradients of ``wanted`` need, and the names of what it keeps."""
-        if wanted not in self._forward:
-            own = {n.name for n in self.nodes if _phase(n) == "forward"}
-            keep = self.backward(wanted).inputs if wanted else ()
-            saved = tuple(name for name in keep if name in own or name in self.inputs)
-            block = block_of([n for n in self.nodes if _phase(n) == "forward"], (*self.outputs, *saved))
-            self._forward[wanted] = block, saved
-        return self._forward[wanted]
+    def forward(self, wanted: Names = frozenset(), checkpoint: Names = frozenset()) -> tuple[Block, tuple[str, ...]]:
+        """The forward that also keeps what the gradients of ``wanted`` need, and the names of what it keeps.
 
-    def backward(self, wanted: frozenset[str]) -> Block:
+        Not kept is what :meth:`again` makes for the modules of ``checkpoint``.
+        """
+        if (wanted, checkpoint) not in self._forward:
+            nodes, again = self._nodes("forward"), self.again(wanted, checkpoint)
+            needed = {*self.backward(wanted).inputs, *again.inputs}.difference(again.outputs)
+            saved = tuple(sorted(needed.intersection((*self.inputs, *(n.name for n in nodes)))))
+            self._forward[wanted, checkpoint] = block_of(nodes, (*self.outputs, *saved)), saved
+        return self._forward[wanted, checkpoint]
+
+    def again(self, wanted: Names, checkpoint: Names) -> Block:
+        """Makes what the gradients of ``wanted`` need of the modules of ``checkpoint``, from the rest that they need.
+
+        A module is given by its path; the segment's own name stands for all of it.
+        """
+        if (wanted, checkpoint) not in self._again:
+            nodes, needed = self._nodes("forward"), set(self.backward(wanted).inputs)
+            inside = [n.name for n in nodes if self.name in checkpoint or _is_inside(n, checkpoint)]
+            made = needed.intersection(inside)
+            self._again[wanted, checkpoint] = block_of([n for n in nodes if n.name not in needed - made], sorted(made))
+        return self._again[wanted, checkpoint]
+
+    def backward(self, wanted: Names) -> Block:
         """The backward that makes the gradients of ``wanted``: parameter paths and names of inputs.
 
         Its outputs are, per wanted name in sorted order, all contributions to that gradient.
         """
         if wanted not in self._backward:
             outputs = [g for name in sorted(wanted) for g in self.contributions(name)]
-            self._backward[wanted] = block_of([n for n in self.nodes if _phase(n) == "backward"], outputs)
+            self._backward[wanted] = block_of(self._nodes("backward"), outputs)
         return self._backward[wanted]
+
+    def _nodes(self, phase: str) -> list[fx.Node]:
+        return [n for n in self.nodes if _phase(n) == phase]
 
     def contributions(self, name: str) -> tuple[str, ...]:
         """Names of the gradients that add up to the gradient of a parameter or input."""
@@ -270,6 +288,10 @@ def _read_later(node: fx.Node) -> bool:
 
 def _phase(node: fx.Node) -> str:
     return precision(node).phase
+
+
+def _is_inside(node: fx.Node, modules: Iterable[str]) -> bool:
+    return any(f"{precision(node).module}.".startswith(f"{path}.") for path in modules)
 
 
 # ------------------------------------------------------------------------------------------ blocks

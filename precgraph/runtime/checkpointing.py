@@ -1,4 +1,4 @@
-"""Activation checkpointing of chosen layers, by the flags that Hugging Face's layers have."""
+"""Activation checkpointing of chosen layers and of modules in them, by the flag that Hugging Face's layers have."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ _FLAG = "gradient_checkpointing"  # of modules; gradient_checkpointing_enable() 
 
 
 def checkpointed(model: Any, program: Program) -> frozenset[str]:
-    """Names of the segments that keep their inputs only, as the modules of ``model`` say at the moment; none without
-    gradients.
+    """What the backward makes again, as the modules of ``model`` say at the moment: names of segments, and paths of
+    modules inside a layer; none without gradients.
 
-    A layer follows its own flag. Where there is none to ask (a layer of a class without the flag, the embedding, a
-    program in one piece), any module's flag counts. A flag that is no bool is an :class:`InputError`.
+    A layer follows its own flag, and a module inside it is made again if it has one. Where there is none to ask (a
+    layer of a class without the flag, the embedding, a program in one piece), the flag of any module counts that is
+    inside no layer. A flag that is no bool is an :class:`InputError`.
     """
     if not torch.is_grad_enabled():
         return frozenset()
     flags = {p: _flag(p, m) for p, m in model.named_modules(remove_duplicate=False) if hasattr(m, _FLAG)}
-    some = any(flags.values())
-    names = (segment.name for segment in program.segments)
     # What is no layer may have a module's name by chance: the segment "model" is not the module ``model.model``.
-    return frozenset(n for n in names if (flags.get(n, some) if LAYER.fullmatch(n) else some))
+    names = [segment.name for segment in program.segments]
+    layers = tuple(f"{name}." for name in names if LAYER.fullmatch(name))
+    inside = {path: flag for path, flag in flags.items() if path.startswith(layers)}
+    some = any(flag for path, flag in flags.items() if path not in inside)
+    chosen = {name: flags.get(name, some) if LAYER.fullmatch(name) else some for name in names}
+    return frozenset(path for path, flag in {**chosen, **inside}.items() if flag)
 
 
 def _flag(path: str, module: Any) -> bool:

@@ -76,7 +76,7 @@ class Compiled:
     ) -> Tensor:
         """``ids, positions [1, T]`` to the hidden states ``[1, T, C]`` that enter the head (final norm, lm_head).
 
-        ``checkpoint`` names the segments that the backward computes again.
+        ``checkpoint`` names the segments, and modules inside them, that the backward computes again.
         """
         self.ready()
         return self.run_body(ids, positions, context, checkpoint=checkpoint)

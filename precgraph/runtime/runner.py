@@ -38,8 +38,9 @@ class Runner:
     ) -> list[Any]:
         """Run ``segments`` (all by default) on ``values``: the program's inputs, ``context``, earlier values.
 
-        With gradients enabled, each segment is one autograd node whose backward is the graph's; those named in
-        ``checkpoint`` keep their inputs only and compute the rest again. Autocast does not reach inside.
+        With gradients enabled, each segment is one autograd node whose backward is the graph's; what is made in those
+        named in ``checkpoint``, and in modules inside a segment whose paths it has, is not kept but computed again.
+        Autocast does not reach inside.
         """
         require_numerics_state()
         live = dict(values)
@@ -47,7 +48,8 @@ class Runner:
         last = {name: i for i, segment in enumerate(segments) for name in segment.inputs}
         with _no_autocast(self.store.device):
             for i, segment in enumerate(segments):
-                self._run_segment(segment, live, segment.name in checkpoint)
+                inside = (p for p in checkpoint if p == segment.name or p.startswith(f"{segment.name}."))
+                self._run_segment(segment, live, frozenset(inside))
                 for name in (*segment.inputs, *segment.outputs):
                     if last.get(name, i) <= i and name not in outputs:
                         live.pop(name, None)
@@ -59,7 +61,7 @@ class Runner:
         with _no_autocast(self.store.device), torch.no_grad():  # none may grow out of the kernels' own operations
             return block.run(self._values(block, values), checked=self.checked)
 
-    def _run_segment(self, segment: Segment, live: dict[str, Any], checkpoint: bool) -> None:
+    def _run_segment(self, segment: Segment, live: dict[str, Any], checkpoint: frozenset[str]) -> None:
         inputs = {n: live[n] for n in (*segment.inputs, "context") if n in live}
         border = [n for n in segment.inputs if n in segment.gradients or n in segment.sinks]
         names = [*border, *segment.parameters]
@@ -73,17 +75,23 @@ class Runner:
         live.update(zip(segment.outputs, results, strict=True))
 
     def forward(
-        self, segment: Segment, wanted: frozenset[str], inputs: Mapping[str, Any], observe: Observe | None = None
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Outputs of a segment, and what the gradients of ``wanted`` need; ``observe`` is shown every value."""
-        block, saved = segment.forward(wanted)
+        self, segment: Segment, wanted: frozenset[str], inputs: Mapping[str, Any], *,
+        checkpoint: frozenset[str] = frozenset(), observe: Observe | None = None,
+    ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
+        """Outputs of a segment, and what it keeps for the gradients of ``wanted``; ``observe`` is shown every value."""
+        block, saved = segment.forward(wanted, checkpoint)
         results = block.run(self._values(block, inputs), checked=self.checked, observe=observe)
         count = len(segment.outputs)
         return list(results[:count]), dict(zip(saved, results[count:], strict=True))
 
-    def backward(self, segment: Segment, wanted: frozenset[str], values: Mapping[str, Any]) -> dict[str, Tensor]:
+    def backward(
+        self, segment: Segment, wanted: frozenset[str], values: Mapping[str, Any],
+        checkpoint: frozenset[str] = frozenset(),
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Gradients of ``wanted`` by name, from what the forward kept and the gradients of the outputs."""
-        block = segment.backward(wanted)
+        again, block = segment.again(wanted, checkpoint), segment.backward(wanted)
+        made = again.run(self._values(again, values), checked=self.checked)
+        values = {**values, **dict(zip(again.outputs, made, strict=True))}
         results = iter(block.run(self._values(block, values), checked=self.checked))
         out: dict[str, Tensor] = {}
         for name in sorted(wanted):
@@ -133,7 +141,7 @@ class _Call:
     runner: Runner
     segment: Segment
     inputs: Mapping[str, Any] | None  # given up once the forward has run: autograd keeps what is needed
-    checkpoint: bool
+    checkpoint: frozenset[str]
 
     def begin(self, wanted: frozenset[str]) -> None:
         """Remember which weights the forward is about to use."""
@@ -177,9 +185,7 @@ class _SegmentFunction(torch.autograd.Function):
         ctx.call, ctx.names, ctx.context = call, names, inputs.get("context")
         ctx.wanted = frozenset(n for n, needed in zip(names, ctx.needs_input_grad[2:], strict=True) if needed)
         call.begin(ctx.wanted)
-        outputs, saved = call.runner.forward(segment, frozenset() if call.checkpoint else ctx.wanted, inputs)
-        if call.checkpoint:
-            saved = {n: inputs[n] for n in segment.inputs}
+        outputs, saved = call.runner.forward(segment, ctx.wanted, inputs, checkpoint=call.checkpoint)
         call.inputs = None
         # All tensors, codes and scales too, go through autograd, which frees them after the backward.
         leaves, ctx.tree = pytree.tree_flatten(saved)
@@ -200,12 +206,10 @@ class _SegmentFunction(torch.autograd.Function):
         leaves = [next(tensors) if v is _SAVED else v for v in ctx.others]
         saved = {**pytree.tree_unflatten(leaves, ctx.tree), "context": ctx.context}
         with _no_autocast(runner.store.device):
-            if call.checkpoint:
-                saved = {**runner.forward(segment, ctx.wanted, saved)[1], "context": ctx.context}
             arriving = {
                 segment.gradients[n]: g for n, g in zip(segment.outputs, grads, strict=True) if n in segment.gradients
             }
-            result = runner.backward(segment, ctx.wanted, {**saved, **arriving})
+            result = runner.backward(segment, ctx.wanted, {**saved, **arriving}, call.checkpoint)
             runner.keep_main_gradients(segment, result)
         return (None, None, *(result.get(n) for n in ctx.names))
 

@@ -59,20 +59,26 @@ def new_model(layers: int) -> Qwen3ForCausalLM:
 def measure(hidden: Hidden, model: torch.nn.Module) -> Times:
     """Median of :data:`REPEATS`, after two calls of each kind to warm up."""
     with torch.no_grad():
-        gradient = torch.randn_like(hidden())
         forward = median(hidden)
-
-    def both() -> None:
-        model.zero_grad(set_to_none=True)
-        hidden().backward(gradient)
-
-    total = median(both)
+    total = median(step(hidden, model))
     model.zero_grad(set_to_none=True)
     before = torch.cuda.memory_allocated()
     kept = hidden()
     saved = torch.cuda.memory_allocated() - before
     del kept
     return Times(forward, total, saved / 1e9)
+
+
+def step(hidden: Hidden, model: torch.nn.Module) -> Callable[[], None]:
+    """Forward and backward, whose gradients are the only ones: nothing is added to those of a call before."""
+    with torch.no_grad():
+        gradient = torch.randn_like(hidden())
+
+    def call() -> None:
+        model.zero_grad(set_to_none=True)
+        hidden().backward(gradient)
+
+    return call
 
 
 def median(call: Callable[[], object]) -> float:
@@ -219,11 +225,9 @@ def measure_ours(model: Any, ids: Tensor, recipe: Recipe, *, profiled: bool) -> 
     hidden = ours(actor, ids)
     times = measure(hidden, actor)
     if profiled:
-        gradient = torch.randn(1, ids.numel(), 4096, device="cuda", dtype=torch.bfloat16)
-        actor.zero_grad(set_to_none=True)
         with torch.no_grad():
             profile("forward", hidden)
-        profile("forward + backward", lambda: hidden().backward(gradient))
+        profile("forward + backward", step(hidden, actor))
     return times
 
 

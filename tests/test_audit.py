@@ -308,3 +308,20 @@ def test_the_plot(tmp_path: Path) -> None:
             plot(found, tmp_path / "x.abc")
         plot(found, tmp_path / "x.png")
         assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_the_plot_draws_means_from_zero_and_names_what_differs(
+    equal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, path: drawn.append(self))
+    rows = log(noise=0.01)
+    found = judged(tmp_path, [row | {"trainer_logprobs": row["rollout_logprobs"]} for row in rows] if equal else rows)
+    plot(found, tmp_path / "x.png")
+    position, entropy, worst, _ = drawn[0].axes
+    assert [axes.get_ylim()[0] for axes in (position, entropy, worst)] == [0, 0, 0]
+    assert worst.get_title() == ("no sequence differs" if equal else "worst sequences")
+    names = [] if equal else [name for name, *_ in found.sequences]
+    assert [label.get_text() for label in worst.get_xticklabels()] == names

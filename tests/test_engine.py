@@ -262,7 +262,7 @@ def test_bad_requests_are_named(prompts: Any, params: dict[str, Any], message: s
 
 def test_bad_calls_are_named() -> None:
     actor, rollout = pair("llama")
-    with pytest.raises(InputError, match='mode="infer"'):
+    with pytest.raises(InputError, match=r'precgraph.compile\(actor, mode="infer"\)'):
         Engine(actor)
     with pytest.raises(InputError, match='mode="infer"'):
         Engine(causal_lm("llama"))

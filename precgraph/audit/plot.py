@@ -9,7 +9,8 @@ from precgraph.errors import InputError
 
 
 def plot(found: Audit, path: str | Path, limit: int = 20000) -> None:
-    """Four panels as an image: Δ by position, by entropy, by sequence, and both values of each token.
+    """Four panels as an image: |Δ| by position, by entropy, of the sequences that differ most, and both values of each
+    token.
 
     InputError if matplotlib is not installed.
     """
@@ -19,13 +20,17 @@ def plot(found: Audit, path: str | Path, limit: int = 20000) -> None:
         raise InputError("a plot needs matplotlib, which is not installed", remedy="pip install matplotlib") from None
     figure = Figure(figsize=(10, 7), layout="constrained")
     (a, b), (c, d) = figure.subplots(2, 2)
-    for axes, name in ((a, "position"), (b, "entropy")):
-        table = found.buckets.get(name, {})
-        axes.bar(list(table), [mean for mean, _ in table.values()])
-        axes.set(title=f"by {name}", ylabel="mean |Δ|")
-    c.bar([name for name, *_ in found.sequences], [mean for _, mean, _ in found.sequences])
-    c.set(title="worst sequences", ylabel="mean |Δ|")
-    c.tick_params(axis="x", rotation=60)
+    by = {name: {key: mean for key, (mean, _) in table.items()} for name, table in found.buckets.items()}
+    worst = {name: mean for name, mean, _ in found.sequences if mean}
+    for axes, title, means in (
+        (a, "by position", by.get("position", {})),
+        (b, "by entropy", by.get("entropy", {})),
+        (c, "worst sequences" if worst else "no sequence differs", worst),
+    ):
+        axes.bar(list(means), list(means.values()))
+        axes.set(title=title, ylabel="mean |Δ|")
+        axes.set_ylim(bottom=0)
+    c.set_xticks(range(len(worst)), list(worst), rotation=60, ha="right", rotation_mode="anchor")
     rollout, trainer = (values[:: max(1, len(values) // limit)] for values in found.points)
     d.plot(rollout, trainer, ".", markersize=2)
     d.axline((0, 0), slope=1, linewidth=0.8)

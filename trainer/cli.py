@@ -20,7 +20,8 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from precgraph.cli.console import Debug, Group, ending_with_its_reader, noting, progress
+from precgraph.cli.console import Debug, Group, came_of, ending_with_its_reader, noting, progress
+from precgraph.cli.console import console as console_on
 from precgraph.cli.console import settings as options
 from precgraph.errors import PrecGraphError
 from trainer.changes import FILE, Changes, require_same_run, since
@@ -81,7 +82,7 @@ def run(
     """Start a run."""
     until = _until(max_seconds)
     resolved = load(config, [*(settings or []), *_more(asserts, metric_names)])
-    console = Console(stderr=True)
+    console = console_on(stderr=True)
     with _showing(console, "starting torch"):
         from trainer import checkpoint
         from trainer.lock import locked
@@ -113,7 +114,7 @@ def resume(
     """Go on with a run from its last checkpoint, or fork it from an earlier one."""
     until, target = _until(max_seconds), into or directory
     changed = [*(settings or []), *_more(asserts, metric_names), f"run.dir={json.dumps(str(target))}"]
-    resolved, console = load_run(directory, changed), Console(stderr=True)
+    resolved, console = load_run(directory, changed), console_on(stderr=True)
     with _showing(console, "starting torch"):
         from trainer import checkpoint
         from trainer.lock import locked
@@ -152,7 +153,7 @@ def evaluate(
     """Pass rate on held-out items, as JSON on stdout."""
     is_run = target.is_dir()
     resolved = load_run(target, settings or []) if is_run else load(target, settings or [])
-    console = Console(stderr=True)
+    console = console_on(stderr=True)
     with _showing(console, "starting torch"):
         from trainer.loop import Trainer
 
@@ -172,7 +173,7 @@ def export(
     step: Annotated[int | None, typer.Option(help="The checkpoint of this step instead of the last.")] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face directory: weights, config and tokenizer."""
-    resolved, console = load_run(directory), Console(stderr=True)
+    resolved, console = load_run(directory), console_on(stderr=True)
     with _showing(console, "starting torch"):
         from precgraph.checkpoint.whole import require_new
         from trainer.loop import Trainer
@@ -347,8 +348,10 @@ def guarded(command: Callable[[], Any]) -> int:
     except Exception:  # 1 would say that an assertion was broken
         traceback.print_exc()
         return 2
-    except KeyboardInterrupt:
-        _tell("stopped at once; the last checkpoint is whole")
+    except (KeyboardInterrupt, SystemExit) as end:  # typer makes an exit of Ctrl-C, without a word
+        if not came_of(end, KeyboardInterrupt):
+            raise
+        _tell("stopped at once; what was saved is whole")
         return 130
     return 0
 

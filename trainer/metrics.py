@@ -234,7 +234,7 @@ def require_attainable(assertions: Iterable[Assertion], config: Config) -> None:
         if of_none and config.precision.arm != "exact":
             raise ConfigError(
                 f"metrics.asserts has {a.text!r}, which arm {config.precision.arm!r} does not promise",
-                remedy="--set 'metrics.asserts=[]'",
+                remedy="leave out that --assert, or the file's: --set 'metrics.asserts=[]'",
             )
 
 

@@ -149,7 +149,7 @@ def ending_with_its_reader() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as end:
-        if not _broken_pipe(end):
+        if not came_of(end, BrokenPipeError):
             raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (sys.__stdout__, sys.__stderr__):
@@ -158,9 +158,9 @@ def ending_with_its_reader() -> Iterator[None]:
         raise SystemExit(_GONE) from None
 
 
-def _broken_pipe(error: BaseException | None) -> bool:
-    """Whether an exit came of a broken pipe: rich and typer make exit code 1 of it."""
-    return error is not None and (isinstance(error, BrokenPipeError) or _broken_pipe(error.__context__))
+def came_of(error: BaseException | None, cause: type[BaseException]) -> bool:
+    """Whether ``cause`` is behind an exit: rich and typer make exit code 1 of a broken pipe, typer 130 of Ctrl-C."""
+    return error is not None and (isinstance(error, cause) or came_of(error.__context__, cause))
 
 
 # ------------------------------------------------------------------------------------------ output

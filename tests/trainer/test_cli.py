@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def test_what_cannot_run_is_one_line_and_exit_2(
     ("arguments", "message"),
     [
         (["--set", "precision.arm=mixed", "--assert", "mismatch/max == 0"],
-         "which arm 'mixed' does not promise; --set 'metrics.asserts=[]'"),
+         "which arm 'mixed' does not promise; leave out that --assert, or the file's: --set 'metrics.asserts=[]'"),
         (["--set", "precision.arm=bf16", "--assert", "mismatch_kl/mean <= 0", "--metric-names", "prime"],
          "which arm 'bf16' does not promise"),
         (["--set", "rollout.max_tokens=300"], "exceed the model's context of 256 tokens, this one with 4 tokens and "
@@ -366,6 +367,25 @@ def test_what_is_no_broken_assertion_does_not_exit_1(config: Path, tmp_path: Pat
     assert call("resume", tmp_path / "run", "--into", tmp_path / "file") == 2  # an OSError
     sys.modules["cli_task"].items = lambda size, seed: 1 / 0  # type: ignore[attr-defined]
     assert call("eval", config) == 2  # an error of the task's own code
+
+
+def test_ctrl_c_before_a_run_can_save_is_said(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.loop.load_policy", interrupted)
+    assert call("run", config) == 130 and not checkpoint.steps(tmp_path / "run")
+    assert capsys.readouterr().err == "precgraph-train: stopped at once; what was saved is whole\n"
+
+
+def test_a_log_has_whole_lines(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is no terminal has no columns to wrap at."""
+    assert call("run", config, "--dry-run") == 0
+    assert "run.eval_every = 0: nothing is evaluated in the run; precgraph-train eval does it after\n" in (
+        capsys.readouterr().err
+    )
 
 
 def test_a_terminal_that_is_gone_changes_no_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

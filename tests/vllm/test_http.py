@@ -22,19 +22,20 @@ ONE = {"prompt": [5, 6, 7], "max_tokens": 3, "top_p": 0.9}
 
 
 class Engine:
-    """Answers ``precgraph_take`` from ``records``, by the order of requests, and whether its weights are complete."""
+    """Answers ``precgraph_take`` from ``records``, by the order of requests, and what it serves: the first's version by
+    update 5, or None where the weights are not complete."""
 
     def __init__(self, *records: dict[str, Any], replicas: int = 1, external: bool = False) -> None:
         self.records, self.taken, self.named = list(records), 0, [""]
-        self.complete, self.asked = True, 0
+        self.version, self.complete, self.asked = records[0]["versions"][0] if records else 1, True, 0
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=replicas, data_parallel_external_lb=external)
         )
 
     async def collective_rpc(self, method: str, args: tuple[list[str], ...] = ()) -> list[Any]:
-        if method == "precgraph_complete":
+        if method == "precgraph_serving":
             self.asked += 1
-            return [{"value": True}, {"value": self.complete}]
+            return [{"value": [self.version, 5]}, {"value": [self.version, 5] if self.complete else None}]
         assert method == "precgraph_take" and args == (self.named,)
         found = dict(zip(self.named, self.records[self.taken : self.taken + 1], strict=False))
         self.taken += 1
@@ -101,8 +102,8 @@ def test_a_truncated_answer_has_its_kept_mass() -> None:
     status, found, (request,) = ask(engine, ONE | {"vllm_xargs": {"theirs": 1}})
     assert status == 200 and found["choices"] == [{"text": "€", "kept_mass": [0.25, 0.5, 1 / 3]}]
     assert found["precgraph"] == {"digest": "abc", "weights_version": 7}
-    assert request["vllm_xargs"] == {"theirs": 1, RECORD: engine.named[0]} and len(engine.named[0]) == 16
-    assert {k: v for k, v in request.items() if k != "vllm_xargs"} == ONE
+    named = {"theirs": 1, RECORD: engine.named[0]}
+    assert request == ONE | {"vllm_xargs": named, "cache_salt": "7.5"} and len(engine.named[0]) == 16
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -158,6 +159,36 @@ def test_one_prompt_in_every_spelling(prompt: Any) -> None:
 def test_weights_that_changed_are_not_served_as_one_version() -> None:
     status, found, _ = ask(Engine({"versions": [3, 4], "kept_mass": {}}), ONE)
     assert status == 503 and "changed during the request, versions [3, 4]; ask again" in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted"),
+    [({}, "3.5"), ({"cache_salt": None}, "3.5"), ({"cache_salt": "a"}, "3.5:a"), ({"cache_salt": ""}, "")],
+)
+def test_keys_of_other_weights_have_another_salt(own: dict[str, Any], wanted: str) -> None:
+    """Beside the client's own, which keeps its keys apart; one that vLLM would refuse stays what it is."""
+    (request,) = ask(Engine({"versions": [3], "kept_mass": {}}), ONE | own)[2]
+    assert request["cache_salt"] == wanted
+
+
+def test_an_answer_of_another_version_than_its_salt_is_not_served() -> None:
+    """An update that passed another server: the prompt may have met keys of older weights. The next asks anew."""
+    engine = Engine(*[{"versions": [v], "kept_mass": {}} for v in (3, 4, 4)])
+    kept = SampleFields(lambda *_: asyncio.sleep(0))
+
+    def served() -> tuple[int, Any, list[dict[str, Any]]]:
+        def through(application: Any) -> SampleFields:
+            kept._app = application
+            return kept
+
+        return ask(engine, ONE, through=through)
+
+    assert served()[0] == 200
+    engine.version = 4
+    status, found, (request,) = served()
+    assert (status, request["cache_salt"]) == (503, "3.5") and "versions [3, 4]; ask again" in found["error"]["message"]
+    status, found, (request,) = served()
+    assert (status, request["cache_salt"], found["precgraph"]["weights_version"]) == (200, "4.5", 4)
 
 
 def test_a_missing_record_is_not_taken_for_one() -> None:

@@ -99,24 +99,56 @@ def test_an_update_and_what_ends_the_use_of_older_keys(checkpoint: Callable[...,
         assert ask() == (cached, 0.0)
 
 
-def test_with_the_middleware_discarded_weights_end_no_server(checkpoint: Callable[..., Any], tmp_path: Path) -> None:
-    """After level 2 of sleep; and the routes that it does not read are refused."""
+def test_with_the_middleware_neither_older_keys_nor_discarded_weights_are_used(
+    checkpoint: Callable[..., Any], tmp_path: Path
+) -> None:
+    """After an update, of which nobody has told the prefix cache, and after level 2 of sleep; and the routes that it
+    does not read are refused."""
     from precgraph.vllm import save_weights
 
     model, folder = with_tokenizer(checkpoint("qwen3"))
     actor = precgraph.compile(model, "train")
-    manifest = save_weights(actor, tmp_path / "weights.safetensors")
-    request = {"model": folder, "prompt": PROMPT[:20], "max_tokens": 4, "temperature": 1.0}
+    weights = tmp_path / "weights.safetensors"
     middleware = ("--middleware", "precgraph.vllm.SampleFields")
     with server(folder, actor, tmp_path / "log", *middleware) as address:
 
         def ask(path: str = "/v1/completions", **more: Any) -> tuple[int, Any]:
+            body = {"model": folder, "prompt": PROMPT, "max_tokens": 4, "temperature": 1.0, "logprobs": 0}
             try:
-                return 200, post(address, path, request | {"logprobs": 0, "return_token_ids": True} | more)
+                return 200, post(address, path, body | {"return_token_ids": True} | more)
             except urllib.error.HTTPError as error:
                 return error.code, json.load(error)["error"]["message"]
 
-        assert ask()[0] == 200
+        def served() -> tuple[int, int]:
+            """Version of the weights, and tokens whose keys were found, of an answer with the trainer's bits."""
+            status, found = ask()
+            (choice,) = found["choices"]
+            with torch.no_grad():
+                scores = precgraph.token_logprobs(actor, torch.tensor([PROMPT + choice["token_ids"]]))
+            assert isinstance(scores, torch.Tensor)
+            assert status == 200 and choice["logprobs"]["token_logprobs"] == scores[0, len(PROMPT) - 1 :].tolist()
+            return found["precgraph"]["weights_version"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        def update(*wanted: tuple[int, Any]) -> None:
+            """To the actor's weights; before each call, the answer that a request has."""
+            manifest = save_weights(actor, weights)
+            for method, argument in (("begin", [manifest.to_json()]), ("update_file", [str(weights)]), ("finish", [])):
+                assert all(ask() == each for each in wanted)
+                post(address, "/collective_rpc", {"method": f"precgraph_{method}", "args": argument})
+
+        assert served() == (1, 0)
+        _, cached = served()
+        assert cached > 200
+        train_step(actor, 1)
+        assert actor.sync() == 2
+        update()
+        assert [served(), served()] == [(2, 0), (2, cached)]
+        with torch.no_grad():
+            actor.model.norm.weight *= 1.5
+        actor.precgraph.store.version = 1
+        assert actor.sync() == 2  # of a trainer that has begun anew: other weights under the same version
+        update()
+        assert served() == (2, 0)
         for path in ("/v1/responses", "/v1/messages", "/v1/chat/completions/batch"):
             status, message = ask(path, temperature=0.005)
             assert status == 400 and "ask /v1/completions or /v1/chat/completions" in message
@@ -125,17 +157,5 @@ def test_with_the_middleware_discarded_weights_end_no_server(checkpoint: Callabl
         assert ask() == incomplete
         post(address, "/wake_up", {})
         assert ask() == ask() == incomplete
-        for method, argument in (
-            ("begin", [manifest.to_json()]),
-            ("update_file", [str(tmp_path / "weights.safetensors")]),
-            ("finish", []),
-        ):
-            assert ask() == incomplete
-            post(address, "/collective_rpc", {"method": f"precgraph_{method}", "args": argument})
-        post(address, "/reset_prefix_cache", {})
-        status, found = ask()
-        (choice,) = found["choices"]
-        with torch.no_grad():
-            scores = precgraph.token_logprobs(actor, torch.tensor([PROMPT[:20] + choice["token_ids"]]))
-        assert isinstance(scores, torch.Tensor)
-        assert status == 200 and choice["logprobs"]["token_logprobs"] == scores[0, 19:].tolist()
+        update(incomplete)
+        assert served() == (2, 0)

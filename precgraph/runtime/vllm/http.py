@@ -2,7 +2,8 @@
 
 ``--middleware precgraph.vllm.SampleFields``. vLLM's workers keep the kept mass of a request under a name that the
 request carries (``vllm_xargs``); the middleware gives each request a name, and asks for its record before the answer
-goes out.
+goes out. vLLM finds keys in its prefix cache by their tokens and the request's ``cache_salt``: the middleware puts into
+it which weights are served, so that keys of older ones are found no more.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from precgraph.errors import InputError, PrecGraphError, StaleWeightsError, UnsupportedModelError
 from precgraph.runtime.vllm import RECORD
@@ -34,19 +35,27 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
+class Served(NamedTuple):
+    """An engine's weights after so many ``calls``: their version, and the number of the update that brought them."""
+
+    calls: int
+    version: int
+    update: int
+
+
 class SampleFields:
     """ASGI middleware: completions get ``choices[0].kept_mass``, a number a token, and ``precgraph`` with the program's
     ``digest`` and the ``weights_version``.
 
     It refuses (status 400) other routes that generate, what the answer has no place for, several sequences a request
     and streams, and temperatures in whose place vLLM takes another; (503) requests while the weights are not complete,
-    of which a step would end the engine, and an answer during which they changed; (502) one of another form.
+    of which a step would end the engine, and an answer of any version but that of its salt; (502) one of another form.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._calls = 0  # begun or ended that may have changed whether the weights are complete
-        self._complete_at: int | None = None  # the number of calls at which a worker last said that they are
+        self._calls = 0  # begun or ended that may have changed the weights, or whether they are complete
+        self._served: Served | None = None  # as a worker last said it
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
@@ -76,7 +85,7 @@ class SampleFields:
             _require_one_answer(request)
             _require_temperature(request)
             _require_one_engine(engine.vllm_config.parallel_config)
-            await self._require_complete(engine)
+            served = await self._serving(engine)
         except StaleWeightsError as error:
             await _refuse(send, 503, error)
             return
@@ -84,7 +93,7 @@ class SampleFields:
             await _refuse(send, 400, error)
             return
         name = secrets.token_hex(8)
-        content = json.dumps(request | {"vllm_xargs": {**(request.get("vllm_xargs") or {}), RECORD: name}}).encode()
+        content = _named(request, name, served)
         answer, taken = _Answer(), None
         try:
             sized = {**scope, "headers": _sized(scope["headers"], content)}
@@ -97,8 +106,9 @@ class SampleFields:
             await answer.send(send)
             return
         try:
-            _add(answer, taken["digest"], taken["records"].get(name))
+            _add(answer, taken["digest"], taken["records"].get(name), served.version)
         except (StaleWeightsError, UnsupportedModelError) as error:
+            self._served = None  # what changed them may have passed another server of this engine
             await _refuse(send, 503, error)
             return
         except PrecGraphError as error:
@@ -106,15 +116,16 @@ class SampleFields:
             return
         await answer.send(send)
 
-    async def _require_complete(self, engine: Any) -> None:
-        """StaleWeightsError unless the weights are complete. A worker answers between two steps: it is asked only where
-        a call has passed since it last was."""
+    async def _serving(self, engine: Any) -> Served:
+        """What is served; StaleWeightsError unless it is complete. A worker answers between two steps: it is asked only
+        where a call has passed since it last was."""
         calls = self._calls
-        if calls == self._complete_at:
-            return
-        if not all(map(value_of, await engine.collective_rpc("precgraph_complete"))):
-            raise StaleWeightsError("the engine's weights are not complete", remedy="update them, then ask again")
-        self._complete_at = calls
+        if self._served is None or self._served.calls != calls:
+            found = [value_of(reply) for reply in await engine.collective_rpc("precgraph_serving")]
+            if None in found:
+                raise StaleWeightsError("the engine's weights are not complete", remedy="update them, then ask again")
+            self._served = Served(calls, *found[0])
+        return self._served
 
 
 class _Answer:
@@ -135,9 +146,9 @@ class _Answer:
         await send({"type": "http.response.body", "body": self.content})
 
 
-def _add(answer: _Answer, digest: str, record: dict[str, Any] | None) -> None:
-    """Put the record into the answer. StaleWeightsError unless all its tokens are of one version of the weights,
-    PrecGraphError for an answer that is none to one completion."""
+def _add(answer: _Answer, digest: str, record: dict[str, Any] | None, version: int) -> None:
+    """Put the record into the answer. StaleWeightsError unless all its tokens are of this version of the weights, as
+    cached keys are; PrecGraphError for an answer that is none to one completion."""
     try:
         body = json.loads(answer.content)
     except ValueError:
@@ -146,14 +157,14 @@ def _add(answer: _Answer, digest: str, record: dict[str, Any] | None) -> None:
         return
     if record is None:
         raise UnsupportedModelError("the engine kept no record of the request", remedy="serve one engine a server")
-    if len(record["versions"]) != 1:
+    if record["versions"] != [version]:
         raise StaleWeightsError(
-            f"the weights changed during the request, versions {record['versions']}",
+            f"the weights changed during the request, versions {sorted({version, *record['versions']})}",
             remedy="ask again; finish or abort all requests before an update",
         )
     choice, count = _completion(body)
     choice["kept_mass"] = kept_masses(record["kept_mass"], count)
-    body["precgraph"] = {"digest": digest, "weights_version": record["versions"][0]}
+    body["precgraph"] = {"digest": digest, "weights_version": version}
     answer.content = json.dumps(body).encode()
 
 
@@ -173,6 +184,16 @@ def _of_another_form(what: str) -> PrecGraphError:
         f"the server's answer {what}: its kept mass has no place",
         remedy="put the middleware right before vLLM's server",
     )
+
+
+def _named(request: dict[str, Any], name: str, served: Served) -> bytes:
+    """The request with a name for its record, and with a salt that requests have of no other weights."""
+    salt, own, weights = request.get("cache_salt"), request.get("vllm_xargs") or {}, f"{served.version}.{served.update}"
+    if salt is None:
+        salt = weights
+    elif isinstance(salt, str) and salt:  # else the server says what is wrong with it
+        salt = f"{weights}:{salt}"
+    return json.dumps(request | {"vllm_xargs": {**own, RECORD: name}, "cache_salt": salt}).encode()
 
 
 def _require_one_answer(request: dict[str, Any]) -> None:

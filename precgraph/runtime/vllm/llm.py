@@ -196,7 +196,7 @@ class LLM:
             if self._actor.store.version != self._served:
                 self.sync()
             return
-        if not all(self._call("precgraph_complete")):
+        if None in self._call("precgraph_serving"):
             raise StaleWeightsError("the engine's weights are not complete", remedy="sync the weights, then generate")
 
     def _version(self) -> int:

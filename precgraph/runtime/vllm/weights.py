@@ -47,6 +47,7 @@ class RolloutStore(WeightStore):
         self.program = program
         self.parameters = {p for p, info in trace.graph.parameters.items() if not info.buffer}
         self.names = {alias: p for p, info in trace.graph.parameters.items() for alias in (p, *info.aliases)}
+        self.installs = 0  # updates that were begun; two may have one version
         self.invalid: str | None = "no weights were loaded yet"
 
     @property
@@ -127,6 +128,7 @@ class RolloutStore(WeightStore):
     def install(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copy the tensors of :func:`wire`, checked and complete, into place; no storage moves."""
         self.invalid = f"installing the weights of version {version} broke off"
+        self.installs += 1
         for key in self.program.packs:
             if key.format is not None:
                 install_pack(self.packs[key], tensors[key.path], tensors[key.path + SCALES])

@@ -123,9 +123,11 @@ class ExactWorker:
         }
 
     @replies
-    def precgraph_complete(self) -> bool:
-        """Whether the weights may be served; unlike :meth:`precgraph_state` it reads none of them."""
-        return getattr(self._model().compiled.store, "invalid", None) is None
+    def precgraph_serving(self) -> list[int] | None:
+        """Version of the weights and number of the update that brought them, or None if they may not be served; unlike
+        :meth:`precgraph_state` it reads none of them."""
+        store = self._model().compiled.store
+        return None if getattr(store, "invalid", None) else [store.version, getattr(store, "installs", 0)]
 
     @replies
     def precgraph_begin(self, manifest: dict[str, Any]) -> None:

@@ -22,12 +22,14 @@ import torch
 import precgraph
 from precgraph import Recipe
 from precgraph.errors import DigestError, InputError, RecipeError, UnsupportedModelError
+from precgraph.runtime.sampling import SamplingParams
 from precgraph.runtime.vllm import ARCHITECTURE, RUNNER, register
 from precgraph.runtime.vllm.preserve import preserved_state
 from precgraph.runtime.vllm.versions import SYMBOLS, Symbol, key_value_views, misfits, require_version
 from tests.vllm.conftest import TINY_ENGINE
 
 ARCHITECTURES = {"architectures": [ARCHITECTURE]}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
 STORE = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
@@ -190,6 +192,8 @@ def test_wrong_recipes(overrides: dict[str, Any], message: str, checkpoint: Call
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"),
         ({"worker_cls": "somebody.elses.Worker"}, "would replace the plugin's worker"),
         ({"logits_processors": ["somebody:Processor"]}, "custom logits processors"),
+        ({"enable_lora": True}, "LoRA does not go with an exact rollout"),
+        ({"speculative_config": DRAFTS}, "speculative decoding does not go with an exact rollout"),
         ({"enable_prompt_embeds": True}, "enable_prompt_embeds does not go with an exact rollout"),
         ({"kv_transfer_config": STORE}, "kv_transfer_config: a store .* those of older weights; leave it out"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size: a store outside the prefix cache"),
@@ -356,6 +360,17 @@ def test_another_digest_stops_the_engine(checkpoint: Callable[..., Any], start: 
 
 
 @pytest.mark.vllm
+def test_every_worker_is_asked(checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: Any) -> None:
+    """One among several that runs another program."""
+    from precgraph.vllm import LLM
+
+    call, other = LLM._call, {"digest": "0" * 64, "version": 1, "checksum": 7}
+    monkeypatch.setattr(LLM, "_call", lambda llm, *args: [*call(llm, *args), other])
+    with pytest.raises(DigestError, match="the engine runs program 0{12}, the trainer "):
+        start(checkpoint("qwen3")[1])
+
+
+@pytest.mark.vllm
 def test_another_digest_stops_the_plain_way_too(checkpoint: Callable[..., Any]) -> None:
     """``vllm serve --additional-config``: the worker compares."""
     import vllm
@@ -391,7 +406,10 @@ def test_a_checkpoint_that_does_not_fit(fault: str, checkpoint: Callable[..., An
 def test_the_trainers_process_is_left_as_it_was(
     checkpoint: Callable[..., Any], start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM seeds every generator, and replaces torch.set_num_threads by a function that does nothing."""
+    """vLLM seeds every generator, and replaces torch.set_num_threads by a function that does nothing.
+
+    Nor does what follows the start show; only a request without a seed takes a number of torch's generator.
+    """
     import random
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")  # torchrun's
@@ -402,11 +420,18 @@ def test_the_trainers_process_is_left_as_it_was(
         lambda: torch.get_rng_state().tolist(), random.getstate, lambda: str(np.random.get_state()),
         torch.get_num_threads, lambda: torch.set_num_threads, torch.get_default_dtype, lambda: os.sched_getaffinity(0),
         lambda: [os.environ.get(n) for n in names], lambda: model.config._attn_implementation,
-        lambda: sys.excepthook, gc.get_freeze_count,
+        lambda: sys.excepthook, gc.get_freeze_count, gc.get_threshold, gc.isenabled, torch.is_grad_enabled,
+        torch.get_float32_matmul_precision,
     ]  # fmt: skip
     torch.manual_seed(21)
     before = [state() for state in states]
-    start(path, actor=precgraph.compile(model, "train"))
+    actor = precgraph.compile(model, "train")
+    llm = start(path, actor=actor)
+    assert [state() for state in states] == before
+    actor.sync()
+    llm.sync()
+    llm.generate([[1, 2, 3]] * 2, [SamplingParams(max_tokens=3, seed=i) for i in range(2)])
+    llm.shutdown()
     assert [state() for state in states] == before
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)

@@ -391,6 +391,14 @@ def test_another_shape_under_the_right_digest_is_refused(apart: tuple[Any, Any],
 
 
 @ANY_FAMILY
+def test_a_worker_with_other_weights_than_the_first(apart: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, call = apart[1], apart[1]._call
+    monkeypatch.setattr(llm, "_call", lambda *args: [*call(*args), {**call(*args)[0], "checksum": 7}])
+    with pytest.raises(SyncError, match="the workers differ in their weights; sync again"):
+        llm.state()
+
+
+@ANY_FAMILY
 def test_older_weights_are_refused(apart: tuple[Any, Any], tmp_path: Path) -> None:
     from precgraph.vllm import save_weights
 

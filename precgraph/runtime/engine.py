@@ -78,8 +78,8 @@ class Engine:
         if compiled is None or compiled.mode != "infer" or not compiled.graph.causal_lm:
             raise InputError(
                 "the engine needs a causal language model compiled for rollout",
-                remedy='pass precgraph.compile(actor, mode="infer"), which shares the weights of the model that is trained; '
-                'where none is, precgraph.compile(model, mode="infer")',
+                remedy='pass precgraph.compile(actor, mode="infer"), which shares the weights of what is trained; '
+                'where nothing is, precgraph.compile(model, mode="infer")',
             )
         limits = {"max_batch_tokens": max_batch_tokens, "max_sequences": max_sequences, "block_size": block_size}
         for name, value in {**limits, "cache_blocks": 1 if cache_blocks is None else cache_blocks}.items():

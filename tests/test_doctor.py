@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 
 from precgraph import NumericsStateError, machine, selftest
 from precgraph.cli.model import BACKENDS
+from precgraph.errors import LoweringError
 from precgraph.lowering import registry
 from tests.test_cli import assert_error, run
 
@@ -52,6 +53,26 @@ def test_doctor_and_check_name_the_cause_on_a_cpu_and_no_remedy_of_a_gpu(
     assert rows["deep_gemm"].remedy == rows["cublas"].remedy == registry.TAKE_REFERENCE
     refused = run("check", config_folder("llama"), "--backend", "deep_gemm")
     assert_error(refused, rows["deep_gemm"].detail, "take the backend reference (--backend reference; in Python ")
+
+
+@pytest.fixture
+def a100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A GPU without FP8 tensor cores, as far as anybody asks for it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    registry.unavailable.cache_clear()
+    yield
+    registry.unavailable.cache_clear()
+
+
+def test_a_gpu_without_fp8_is_told_what_is_needed(a100: None) -> None:
+    """By doctor and by a build, with a remedy that is one there: a bf16 recipe needs kernels for Hopper, too."""
+    rows = {status.name: status for status in machine.backends()}
+    for name in ("deep_gemm", "flash_attention", "cublas"):
+        assert "compute capability 9.0" in rows[name].detail and rows[name].remedy == registry.TAKE_REFERENCE
+    words = r"^FP8 GEMMs need compute capability 9\.0 \(H100, H200\), not 8\.0; take the backend reference"
+    with pytest.raises(LoweringError, match=words):
+        registry.backends("deep_gemm", torch.device("cuda"))
 
 
 def test_doctor_notices_a_switch_that_changes_bits() -> None:

@@ -73,7 +73,7 @@ def unavailable(device: torch.device) -> LoweringError | None:
         found = ".".join(map(str, torch.cuda.get_device_capability(device))) if on_gpu else f"a {device.type.upper()}"
         return LoweringError(
             f"FP8 GEMMs need compute capability 9.0 (H100, H200), not {found}",
-            remedy=f"{TAKE_REFERENCE}{', or a bf16 recipe' if on_gpu else ''}",
+            remedy=TAKE_REFERENCE,
         )
     try:
         name = library()[1]

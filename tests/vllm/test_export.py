@@ -102,17 +102,28 @@ def test_exports_that_do_not_fit_are_refused(fault: str, start: Callable[..., An
 @pytest.mark.slow
 def test_smollm2(smollm2_gguf: Path, start: Callable[..., Any], tmp_path: Path) -> None:
     """Real weights, from a checkpoint in bf16 and from an FP8 one alone: 30 layers, hidden 576, a KV width of 192, tied
-    embeddings; no width a multiple of 128."""
+    embeddings; no width a multiple of 128. Prompts in chunks, a prefix from the cache, and other weights at last."""
     model = load_model(smollm2_gguf)
     model.save_pretrained(tmp_path / "bf16")
     actor = precgraph.compile(model, "train")
     export(actor, tmp_path / "fp8", Recipe.jet_rl())
-    prompts = [[1, 4093, 198, *range(300 + 40 * i, 300 + 40 * i + 5 + 20 * i)] for i in (0, 2, 5)]
+    prompts = [[1, 4093, 198, *range(300 + 40 * i, 300 + 40 * i + 5 + 20 * i)] for i in (0, 2, 7)]
+    prompts.append([*prompts[2][:130], 5, 6])  # a prefix of the one before, which takes two steps to read
+    params = SamplingParams(max_tokens=8, temperature=0.7)
     for folder in ("bf16", "fp8"):
         llm = start(tmp_path / folder, max_model_len=256)
-        samples = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0.7))
+        samples = llm.generate(prompts, params)
         assert largest_difference(actor, samples, 0.7) == 0.0
-        llm.shutdown()
+        assert samples[3].cached_tokens == 128
+        if folder == "bf16":
+            llm.shutdown()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.1)
+        model.model.layers[3].mlp.down_proj.weight.neg_()
+    actor.sync()
+    llm.sync(actor)
+    after = llm.generate(prompts[2:], params)
+    assert after[0].cached_tokens == 0 and largest_difference(actor, after, 0.7) == 0.0
 
 
 def test_the_plain_way_names_the_override_that_an_export_needs(tmp_path: Path) -> None:

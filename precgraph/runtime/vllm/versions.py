@@ -49,7 +49,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.config", "CompilationMode", has=("NONE",)),
     Symbol(
         "vllm.config", "CompilationConfig",
-        has=("mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+        has=("mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size",
+             "static_forward_context"),
     ),
     Symbol("vllm.config", "CUDAGraphMode", has=("FULL", "NONE")),
     Symbol("vllm.triton_utils", "HAS_TRITON"),

@@ -331,6 +331,13 @@ def test_where_tokens_meet_otherwise_than_in_attention(kind: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(("kind", "operator"), [("granite", "aten.div.Tensor"), ("cohere", "aten.mul.Tensor")])
+def test_logits_that_are_scaled_after_the_head(kind: str, operator: str) -> None:
+    """In the model's own forward, which no module's path names: its class does."""
+    with pytest.raises(UnsupportedModelError, match=rf"^{kind.title()}ForCausalLM: the logits are made by {operator},"):
+        precgraph.check(tiny(kind))
+
+
 @pytest.mark.parametrize(
     ("kind", "own"),
     [

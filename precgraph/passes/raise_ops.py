@@ -383,8 +383,9 @@ def _raise_head(graph: PrecisionGraph) -> None:
     node = result.args[0] if capped else result
     if not is_call(node, ops.linear):
         raise UnsupportedModelError(
-            f"the logits are made by {op_name(result)}, not by a linear layer: [lm_head] would apply to nothing",
-            path=precision(result).module or None,
+            f"the logits are made by {op_name(result)}, not by a linear layer: the recipe's [lm_head] would apply to "
+            "nothing, so that the model is neither served nor compared",
+            path=precision(result).module or graph.family or None,
             remedy="a family needs a rule in precgraph/passes/raise_ops.py that says what follows its lm_head",
         )
     node.target = ops.lm_head

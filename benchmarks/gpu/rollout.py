@@ -39,7 +39,7 @@ NAMES = {
     "fp8": "vLLM fp8_per_block",
 }
 UNITS = {"tokens/s": "1/s", "ttft_s": "s", "start_s": "s", "weights_gib": "GiB", "cache_tokens": "1", "sync_ms": "ms",
-         "growth_mib": "MiB", "compile_s": "s"}  # fmt: skip
+         "growth_mib": "MiB", "late_growth_mib": "MiB", "compile_s": "s"}  # fmt: skip
 COMPILERS = 12  # processes that compile kernels at once
 SYNCS = 50
 SKIPPED = {"prefill": 4, "decode": 48}  # steps before those that a profile shows; 512 prompts take 32

@@ -18,7 +18,7 @@ from tests.gpu.same import ROWS, RULES, TOKENS, assert_quantized, awkward, same_
 pytestmark = KERNELS
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-COUNTS = sizes((1, 7, 129, 1000), (1, 129))
+COUNTS = sizes((1, 7, 129, 1000, 8192), (1, 129))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

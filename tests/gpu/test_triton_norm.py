@@ -16,7 +16,7 @@ from tests.gpu.same import ROWS, TOKENS, assert_quantized, awkward, extreme, sam
 pytestmark = KERNELS
 
 EPS = 1e-6
-COUNTS = sizes((1, 7, 64, 129, 1000), (1, 35))
+COUNTS = sizes((1, 7, 64, 129, 1000, 8192), (1, 35))
 
 
 @pytest.mark.parametrize("width", sizes([64, 576, 1000, 4096, 5120, 12288], [64, 576, 1000]))

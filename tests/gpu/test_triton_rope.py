@@ -17,7 +17,7 @@ from tests.gpu.same import extreme, same_bits
 pytestmark = KERNELS
 
 EPS = 1e-6
-COUNTS = sizes((1, 7, 129, 1000), (1, 17))
+COUNTS = sizes((1, 7, 129, 1000, 8192), (1, 17))
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

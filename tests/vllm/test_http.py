@@ -161,14 +161,24 @@ def test_weights_that_changed_are_not_served_as_one_version() -> None:
     assert status == 503 and "changed during the request, versions [3, 4]; ask again" in found["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("own", "wanted"),
-    [({}, "3.5"), ({"cache_salt": None}, "3.5"), ({"cache_salt": "a"}, "3.5:a"), ({"cache_salt": ""}, "")],
-)
+def salt_of(version: int, own: dict[str, Any]) -> Any:
+    """The salt that the server gets in place of a client's."""
+    (request,) = ask(Engine({"versions": [version], "kept_mass": {}}), ONE | own)[2]
+    return request["cache_salt"]
+
+
+@pytest.mark.parametrize(("own", "wanted"), [({}, "3.5"), ({"cache_salt": None}, "3.5"), ({"cache_salt": ""}, "")])
 def test_keys_of_other_weights_have_another_salt(own: dict[str, Any], wanted: str) -> None:
-    """Beside the client's own, which keeps its keys apart; one that vLLM would refuse stays what it is."""
-    (request,) = ask(Engine({"versions": [3], "kept_mass": {}}), ONE | own)[2]
-    assert request["cache_salt"] == wanted
+    """One that vLLM would refuse stays what it is."""
+    assert salt_of(3, own) == wanted
+
+
+def test_a_clients_own_salt_keeps_its_keys_apart_and_may_be_as_long_as_ever() -> None:
+    """vLLM takes 128 characters, and not "@", a slash, a backslash or NUL."""
+    owns = ["a", "3.5", "€\ud800", "a" * 128, "a" * 127 + "b"]
+    salts = [salt_of(version, {"cache_salt": own} if own else {}) for version in (3, 4) for own in (None, *owns)]
+    assert len({*salts}) == len(salts)
+    assert all(len(salt) <= 128 and not {*salt} & {*"@/\\\0"} for salt in salts)
 
 
 def test_an_answer_of_another_version_than_its_salt_is_not_served() -> None:

@@ -8,6 +8,7 @@ it which weights are served, so that keys of older ones are found no more.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -188,12 +189,14 @@ def _of_another_form(what: str) -> PrecGraphError:
 
 def _named(request: dict[str, Any], name: str, served: Served) -> bytes:
     """The request with a name for its record, and with a salt that requests have of no other weights."""
-    salt, own, weights = request.get("cache_salt"), request.get("vllm_xargs") or {}, f"{served.version}.{served.update}"
+    salt, weights = request.get("cache_salt"), f"{served.version}.{served.update}"
     if salt is None:
         salt = weights
     elif isinstance(salt, str) and salt:  # else the server says what is wrong with it
-        salt = f"{weights}:{salt}"
-    return json.dumps(request | {"vllm_xargs": {**own, RECORD: name}, "cache_salt": salt}).encode()
+        own = hashlib.sha256(json.dumps(salt).encode()).hexdigest()  # of any length: the server takes 128 characters
+        salt = f"{weights}:{own}"
+    named = {**(request.get("vllm_xargs") or {}), RECORD: name}
+    return json.dumps(request | {"vllm_xargs": named, "cache_salt": salt}).encode()
 
 
 def _require_one_answer(request: dict[str, Any]) -> None:

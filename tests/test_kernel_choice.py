@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,3 +43,10 @@ def test_backward_of_attention(
             registry.select(node, order, CUDA)
     else:
         assert registry.select(node, order, CUDA).backend == served
+
+
+def test_the_extra_installs_the_release_that_is_served() -> None:
+    """Which is the remedy where another is there, or none."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    (requirement,) = project["optional-dependencies"]["flash-attn-4"]
+    assert requirement.startswith(f"flash-attn-4[cu13]=={flash_attention_4.VERSION};")

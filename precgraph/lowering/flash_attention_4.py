@@ -31,7 +31,7 @@ def unavailable(device: torch.device) -> LoweringError | None:
     """Why FlashAttention-4 cannot run on ``device``."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return LoweringError("FlashAttention-4's backward serves Hopper GPUs here", remedy=TAKE_REFERENCE)
-    remedy = f"pip install flash-attn-4=={VERSION}, or go without: other kernels serve the backward"
+    remedy = "pip install 'precgraph[flash-attn-4]', or go without: other kernels serve the backward"
     try:
         found = importlib.metadata.version("flash-attn-4")
     except importlib.metadata.PackageNotFoundError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from itertools import pairwise
 
 import pytest
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor
 
 from precgraph.lowering import flash_attention_4
+from precgraph.machine import installed
 from precgraph.runtime.contexts import PackedContext, cumulative
 from tests.gpu.test_flash_attention import LENGTHS, error, float64, spec_of
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs flash-attn-4"),
+    pytest.mark.skipif(installed(["flash-attn-4"]) is None, reason="needs flash-attn-4"),
 ]
 
 SHAPES = [(64, 9, 3), (96, 6, 6), (128, 8, 2), (128, 4, 4), (256, 4, 2)]

@@ -76,14 +76,17 @@ def fused_kinds(program: Program, phase: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen2"])
-@pytest.mark.parametrize("checkpoint", [False, True], ids=["saved", "checkpointed"])
-def test_fused_programs_give_the_same_bits(name: str, checkpoint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("checkpoint", ["nothing", "layers", "modules"])
+def test_fused_programs_give_the_same_bits(name: str, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(900, (2, 70), generator=torch.Generator().manual_seed(0))
 
     def step() -> tuple[Any, Any]:
         actor = precgraph.compile(causal_lm(name), "train")
-        if checkpoint:
+        if checkpoint == "layers":
             actor.gradient_checkpointing_enable()
+        if checkpoint == "modules":
+            for module in (m for layer in actor.model.layers for m in layer.children()):
+                module.gradient_checkpointing = True
         out = actor(ids, labels=ids)
         out.loss.backward()
         rollout = precgraph.compile(actor, "infer")

@@ -18,8 +18,8 @@ def checkpointed(model: Any, program: Program) -> frozenset[str]:
     modules inside a layer; none without gradients.
 
     A layer follows its own flag, and a module inside it is made again if it has one. Where there is none to ask (a
-    layer of a class without the flag, the embedding, a program in one piece), the flag of any module counts that is
-    inside no layer. A flag that is no bool is an :class:`InputError`.
+    layer of a class without the flag, the embedding), the flag of any module counts that is inside no layer; of a
+    program in one piece, any. A flag that is no bool is an :class:`InputError`.
     """
     if not torch.is_grad_enabled():
         return frozenset()

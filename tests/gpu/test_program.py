@@ -116,7 +116,7 @@ def test_a_rollout_on_other_gemms_is_near_and_says_so() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backward repeats its bits when torch is told to, with checkpointing too."""
+    """The backward repeats its bits when torch is told to, with checkpointing of layers and of modules too."""
     actor, _ = pair(name)
     ids, bounds = packed(name)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
@@ -130,13 +130,17 @@ def test_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         first, again = gradients(), gradients()
         actor.gradient_checkpointing_enable()
-        checkpointed = gradients()
+        checkpointed = [gradients()]
+        actor.gradient_checkpointing_disable()
+        for module in (m for layer in actor.model.layers for m in (layer.self_attn, layer.mlp)):
+            monkeypatch.setattr(module, "gradient_checkpointing", True, raising=False)
+        checkpointed.append(gradients())
     finally:
         actor.gradient_checkpointing_disable()
         torch.use_deterministic_algorithms(False)
     assert [n for n in first if not torch.equal(first[n], again[n])] == []
     assert all(bool(g.isfinite().all()) and float(g.float().norm()) > 0 for g in first.values())
-    assert [n for n in first if not torch.equal(first[n], checkpointed[n])] == []
+    assert [n for n in first for found in checkpointed if not torch.equal(first[n], found[n])] == []
     actor.zero_grad(set_to_none=True)
 
 

@@ -84,10 +84,10 @@ class ExactWorker:
         store = self._model().compiled.store
         if isinstance(store, RolloutStore):
             self._away = True
-        if level > 1:
-            if not isinstance(store, RolloutStore):
-                raise InputError("level 2 would discard the trainer's weights", remedy="use sleep(level=1)")
-            store.invalid = "sleep(level=2) has discarded the weights"
+            if level > 1:
+                store.invalid = "sleep(level=2) has discarded the weights"
+        elif level > 1:
+            raise InputError("level 2 would discard the trainer's weights", remedy="use sleep(level=1)")
         super().sleep(level)  # type: ignore[misc]
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -119,15 +119,15 @@ def _reader(argument: Any) -> Read:
 
 
 def _require_finite(step: Step, result: Any) -> None:
-    parts = result if isinstance(result, tuple | list) else (result,)
-    for part in parts:
+    if -torch.inf in step.args:  # a mask, as a router's of the groups that it leaves out
+        return
+    for part in result if isinstance(result, tuple | list) else (result,):
         stored = part.scales if isinstance(part, QTensor) else part
         if isinstance(stored, Tensor) and stored.is_floating_point() and not torch.isfinite(stored).all():
             raise NonFiniteError(
-                f"node {step.name} made NaN or infinity",
-                path=step.module,
+                f"node {step.name} made NaN or infinity", path=step.module,
                 remedy="look at its inputs, first of all the weights",
-            )
+            )  # fmt: skip
 
 
 @dataclass

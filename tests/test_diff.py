@@ -112,6 +112,8 @@ def test_reports_whose_findings_are_equal_may_differ_in_all_else(write: Any) -> 
     result = run(*(write(str(i), data) for i, data in enumerate(measured)), "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["fields"] == {"numerics.logprobs.mean": [0.25, 0.125]}
+    kernels = [{**one, "kernels": counts} for counts in ({"aten.add": 2, "aten.mul": 1}, {"aten.mul": 1})]
+    assert "aten.add: 2 -> absent" in run(*(write(str(i), data) for i, data in enumerate(kernels))).stdout
     assert run(write("a", one), write("b", one)).exit_code == 0
 
 

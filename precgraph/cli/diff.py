@@ -80,7 +80,7 @@ def _values(indent: str, fields: Mapping[str, Any]) -> list[str]:
 
 
 def _word(value: Any) -> str:
-    text = str(value)
+    text = "absent" if value is None else str(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 

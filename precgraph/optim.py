@@ -6,6 +6,7 @@ would undo it. Rounded stochastically, it is made now and then, and right on ave
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
@@ -16,13 +17,15 @@ from torch.optim.adamw import adamw
 
 from precgraph.errors import InputError
 
+_BELOW = {"lr": math.inf, "eps": math.inf, "weight_decay": math.inf, "beta1": 1, "beta2": 1}  # what torch's AdamW takes
+
 
 class StochasticAdamW(torch.optim.Optimizer):
     """torch's AdamW on bf16 parameters: computed in fp32, one parameter at a time, and rounded stochastically.
 
     Arguments and their defaults are those of :class:`torch.optim.AdamW`. Moments are fp32. The expected value of every
     update is the fp32 update, however small it is. InputError for a parameter of another dtype, which needs no such
-    rounding.
+    rounding, and for a number out of range.
     """
 
     def __init__(
@@ -33,6 +36,13 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        values = {**group, **dict(zip(("beta1", "beta2"), group["betas"], strict=True))}
+        for name, limit in _BELOW.items():
+            if not 0 <= values[name] < limit:  # nor is NaN
+                raise InputError(
+                    f"StochasticAdamW's {name} = {values[name]}", remedy=f"a number from 0, and below {limit}"
+                )
         for p in self.param_groups[-1]["params"]:
             if p.dtype != torch.bfloat16:
                 raise InputError(
@@ -75,10 +85,12 @@ class StochasticAdamW(torch.optim.Optimizer):
 def stochastic_bf16(x: Tensor) -> Tensor:
     """fp32 to one of the two nearest bf16 values, the nearer the likelier, so that the expected value is ``x``.
 
-    Noise is added below the bits that bf16 keeps; a carry rounds away from zero. Draws from torch's global generator.
+    Noise is added below the bits that bf16 keeps; a carry rounds away from zero. Of NaN, which on an NVIDIA GPU has all
+    bits set, a carry would make a zero: it stays NaN. Draws from torch's global generator.
     """
     noise = torch.randint(0, 1 << 16, x.shape, dtype=torch.int32, device=x.device)
-    return ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
+    rounded = ((x.view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
+    return torch.where(x.isnan(), x, rounded).to(torch.bfloat16)
 
 
 def zero_state(p: Tensor) -> dict[str, Tensor]:

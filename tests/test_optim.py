@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,12 @@ def test_stochastic_rounding_is_unbiased_and_keeps_what_bf16_can_hold() -> None:
         assert rounded.double().mean().item() == pytest.approx(x[0].item(), rel=2e-5)
     exact = torch.tensor([0.0, 1.0, -2.5, 448.0, float("inf")])
     assert torch.equal(stochastic_bf16(exact).float(), exact)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, -0x400000])
+def test_whatever_its_bits_nan_stays_nan(bits: int) -> None:
+    """PTX makes 0x7FFFFFFF: a carry of the noise would turn it into -0.0, a weight like any other."""
+    assert stochastic_bf16(torch.full((64,), bits, dtype=torch.int32).view(torch.float32)).isnan().all()
 
 
 def test_arguments_and_defaults_are_those_of_torchs_adamw() -> None:
@@ -81,6 +89,20 @@ def test_a_saved_state_goes_on_bit_for_bit() -> None:
         push(optimizer, w, seed)
         push(restored, other, seed)
     assert torch.equal(w, other) and restored.state[other]["exp_avg_sq"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", -1e-3), ("lr", math.nan), ("eps", -1.0), ("weight_decay", math.inf), ("betas", (0.9, 1.0)),
+     ("betas", (-0.1, 0.9))],
+)  # fmt: skip
+def test_numbers_out_of_range_are_refused(name: str, value: Any) -> None:
+    """As torch's AdamW refuses them: a rate below 0 would climb, a beta of 1 divide by 0."""
+    w = nn.Parameter(draw(0))
+    with pytest.raises(InputError, match=rf"StochasticAdamW's {'beta[12]' if name == 'betas' else name} = .*from 0"):
+        StochasticAdamW([w], **{name: value})
+    with pytest.raises(InputError, match="from 0, and below"):
+        StochasticAdamW([{"params": [w], name: value}])
 
 
 def test_another_dtype_is_refused() -> None:

@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import tomlkit
 
+from precgraph.strict_json import sound
 from trainer.errors import ConfigError, nearest
 from trainer.files import replace_text
 from trainer.validation import validate
@@ -268,10 +269,10 @@ class Config:
 def load(path: str | Path, settings: Iterable[str] = ()) -> Config:
     """Read a TOML file and apply ``a.b=c`` settings in order; errors name the file."""
     try:
-        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        data = sound(tomllib.loads, Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}", remedy="name a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of TOML, of UTF-8, of an integer of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
     return Config.from_dict(override(data, settings))
 
@@ -312,8 +313,8 @@ def override(data: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]
 
 def _toml_value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return sound(tomllib.loads, f"value = {text}")["value"]
+    except ValueError:
         return text
 
 
@@ -333,7 +334,10 @@ def _typed(path: str, kind: Any, value: Any) -> Any:
     """``value`` as ``kind``; integers widen to float, nothing else converts."""
     wanted = typing.get_origin(kind) or kind
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ConfigError(f"{path} must be a number of fp32, and is larger than any") from None
     fits = isinstance(value, wanted) and not (wanted is int and isinstance(value, bool))
     if fits and isinstance(kind, types.GenericAlias) and wanted is list:
         fits = all(isinstance(v, str) for v in value)

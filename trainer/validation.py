@@ -54,7 +54,10 @@ def validate(c: Config) -> None:
     _require(c.algorithm.clip_low <= 1, "algorithm.clip_low", "must be at most 1")
     _require(c.algorithm.correction_cap >= 1, "algorithm.correction_cap", "must be at least 1")
     _require(0 <= c.optimizer.beta1 < 1 and 0 <= c.optimizer.beta2 < 1, "optimizer.beta1, beta2", "must be in 0 .. 1")
-    _require(c.optimizer.eps >= FP32[0], "optimizer.eps", f"must be at least {FP32[0]:.2g}", "fp32 would round it to 0")
+    _require(
+        FP32[0] <= c.optimizer.eps < FP32[1], "optimizer.eps", f"must be at least {FP32[0]:.2g}, and finite",
+        "fp32 would round a smaller one to 0",
+    )  # fmt: skip
     _require("{question}" in c.task.prompt, "task.prompt", "must hold {question}")
     _require(
         c.task.chat or not c.task.system, "task.system", "is read with task.chat = true only",

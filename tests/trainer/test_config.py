@@ -64,7 +64,9 @@ def test_wrong_names_are_errors_that_name_the_nearest(data: dict[str, Any], wron
         ({"metrics": {"names": ["openrlhf"]}}, "metrics.names"),
         # Tensors take them in fp32, in the middle of an update.
         ({"optimizer": {"lr": 1e300}}, "optimizer.lr must be a number of fp32"),
+        ({"optimizer": {"lr": 10**400}}, "optimizer.lr must be a number of fp32"),
         ({"optimizer": {"eps": 1e-40}}, "optimizer.eps must be at least 1.2e-38"),
+        ({"optimizer": {"eps": float("inf")}}, "optimizer.eps"),  # no weight would move
         ({"algorithm": {"clip_high": 2.0**128}}, "algorithm.clip_high must be a number of fp32"),
         ({"rollout": {"top_k": 2**63}}, "rollout.top_k must be a number of 64 bits"),
         ({"eval": {"seed": -(2**63) - 1}}, "eval.seed must be a number of 64 bits"),
@@ -131,9 +133,10 @@ def test_devices_that_no_run_can_have(name: str) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load(tmp_path / "none.toml")
-    (tmp_path / "bad.toml").write_text("[run\n")
-    with pytest.raises(ConfigError, match="not valid TOML"):
-        load(tmp_path / "bad.toml")
+    for text in ("[run\n", f"[run]\nseed = {'9' * 5000}\n", f"a = {'[' * 9999}{']' * 9999}\n"):
+        (tmp_path / "bad.toml").write_text(text)
+        with pytest.raises(ConfigError, match="not valid TOML"):
+            load(tmp_path / "bad.toml")
 
 
 def test_example_configurations_are_valid() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, SiglipVisionConfig
 
 import precgraph
-from precgraph.errors import InputError, NumericsStateError
+from precgraph.errors import InputError, NonFiniteError, NumericsStateError
 from precgraph.runtime import engine as engine_module
 from precgraph.runtime import sizes
 from precgraph.runtime.compiled import Compiled
@@ -311,6 +311,15 @@ def test_kernels_that_depend_on_the_batch_are_refused() -> None:
     with pytest.raises(NumericsStateError, match="linear.*depends on the batch"):
         Engine(rollout)
     assert len(Engine(rollout, self_check=False).generate([[1, 2]], SamplingParams(max_tokens=2))[0].token_ids) == 2
+
+
+def test_weights_that_make_nan_are_not_taken_for_the_machines_fault() -> None:
+    """Finite ones: products overflow, and NaN equals nothing."""
+    model = causal_lm("llama", num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.fill_(3e38)
+    with pytest.raises(NonFiniteError, match=r"the engine's check; compile\(..., checked=True\) names the node"):
+        Engine(precgraph.compile(model, "infer"))
 
 
 def test_self_check_sees_a_batch_that_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from precgraph.errors import InputError, NumericsStateError, StaleWeightsError
+from precgraph.errors import InputError, NonFiniteError, NumericsStateError, StaleWeightsError
 from precgraph.runtime.cache import PagedCache, PagedContext, Span
 from precgraph.runtime.compiled import Compiled
 from precgraph.runtime.sampling import MAX_SEED, SamplingParams, require_finite, sample, warn_of_shared_seeds
@@ -60,7 +60,7 @@ class Engine:
     alike share blocks, also across calls, until the weights change. ``self_check`` runs
     :func:`require_row_invariance` first.
 
-    Raises InputError for a model that is not a compiled rollout, NumericsStateError if the check fails.
+    Raises InputError for a model that is not a compiled rollout, and what the check raises.
     """
 
     def __init__(
@@ -235,7 +235,8 @@ def run_paged(
 
 
 def require_row_invariance(model: Any) -> None:
-    """NumericsStateError unless a compiled ``model`` gives a token the same bits in a batch and alone.
+    """NumericsStateError unless a compiled ``model`` gives a token the same bits in a batch and alone; NonFiniteError
+    for one that gives it NaN.
 
     Shown on 17 tokens of two sequences against the last one decoded from the cache, through hidden states and logits:
     enough to catch a library whose kernels pick their order of summation by the number of rows.
@@ -255,8 +256,13 @@ def require_row_invariance(model: Any) -> None:
         batch = run_paged(compiled, cache, [(tokens[count:], [1], 0, other), (tokens, [0], 0, count)])
         batch = batch[:, other + count - 2 : other + count]
         alone = run_paged(compiled, cache, [(tokens, [0], count - 1, count)])
-        same = torch.equal(batch[:, 1:], alone) and torch.equal(compiled.logits(batch)[1:], compiled.logits(alone))
-    if not same:
+        logits, own = compiled.logits(batch)[1:], compiled.logits(alone)
+    if bool((logits.isnan() | own.isnan()).any()):  # which equals nothing, itself neither
+        raise NonFiniteError(
+            "the model makes NaN of the tokens of the engine's check",
+            remedy="compile(..., checked=True) names the node that makes it",
+        )
+    if not (torch.equal(batch[:, 1:], alone) and torch.equal(logits, own)):
         raise NumericsStateError(
             "on this machine a token's bits differ between a batch and decoding alone",
             remedy="run `precgraph doctor --exact` to find the kernel, and choose another backend",

@@ -58,6 +58,12 @@ def validate(c: Config) -> None:
         FP32[0] <= c.optimizer.eps < FP32[1], "optimizer.eps", f"must be at least {FP32[0]:.2g}, and finite",
         "fp32 would round a smaller one to 0",
     )  # fmt: skip
+    o = c.optimizer
+    _require(
+        max(o.lr / (1 - o.beta1), o.lr * o.weight_decay) < FP32[1], "optimizer.lr", "is too large",
+        "fp32 holds neither its first step, lr / (1 - beta1), nor what it decays by",
+    )  # fmt: skip
+    _require("\0" not in c.run.name + c.run.dir, "run.name, run.dir", "must hold no NUL: they name a directory")
     _require("{question}" in c.task.prompt, "task.prompt", "must hold {question}")
     _require(
         c.task.chat or not c.task.system, "task.system", "is read with task.chat = true only",

@@ -64,6 +64,9 @@ def test_wrong_names_are_errors_that_name_the_nearest(data: dict[str, Any], wron
         ({"metrics": {"names": ["openrlhf"]}}, "metrics.names"),
         # Tensors take them in fp32, in the middle of an update.
         ({"optimizer": {"lr": 1e300}}, "optimizer.lr must be a number of fp32"),
+        ({"optimizer": {"lr": 1e38}}, "optimizer.lr is too large"),
+        ({"optimizer": {"lr": 1e20, "weight_decay": 1e20}}, "optimizer.lr is too large"),
+        ({"run": {"dir": "a\0"}}, "run.name, run.dir must hold no NUL"),
         ({"optimizer": {"lr": 10**400}}, "optimizer.lr must be a number of fp32"),
         ({"optimizer": {"eps": 1e-40}}, "optimizer.eps must be at least 1.2e-38"),
         ({"optimizer": {"eps": float("inf")}}, "optimizer.eps"),  # no weight would move

@@ -104,6 +104,14 @@ def test_support_and_kept_mass_against_numpy(temperature: float, top_k: int, top
         assert abs(drawn.kept_mass - p.sum()).max() < 1e-6
 
 
+def test_logits_of_another_dtype_are_read_as_fp32() -> None:
+    x = torch.randn(8, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    params, quantiles = [SamplingParams(top_p=0.5)] * 8, [i / 8 for i in range(8)]
+    wide, narrow = sample(x, params, quantiles), sample(x.float(), params, quantiles)
+    for name in ("ids", "logprobs", "kept_mass"):
+        assert torch.equal(getattr(wide, name), getattr(narrow, name))
+
+
 def test_impossible_tokens_are_never_drawn() -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]])
     for params in (SamplingParams(), SamplingParams(top_k=4), SamplingParams(top_p=0.99)):

@@ -168,11 +168,10 @@ def sample(logits: Tensor, params: Sequence[SamplingParams] | Rows, uniforms: Se
     """
     rows = params if isinstance(params, Rows) else Rows.of(params, logits.device)
     quantiles = on_device(uniforms, torch.float64, logits.device)
-    sums = None
+    sums, logits = None, logits.float()
     if logits.device.type == "cuda":
         from precgraph.lowering.triton.logprobs import block_sums
 
-        logits = logits.float()
         sums = block_sums(logits, rows.temperature)  # one read, for the draws and for the log-probabilities
     else:
         require_finite((logits / rows.temperature[:, None]).amax(-1))

@@ -27,7 +27,7 @@ class Engine:
 
     def __init__(self, *records: dict[str, Any], replicas: int = 1, external: bool = False) -> None:
         self.records, self.taken, self.named = list(records), 0, [""]
-        self.version, self.complete, self.asked = records[0]["versions"][0] if records else 1, True, 0
+        self.version, self.complete, self.asked = records[0]["weights"][0][0] if records else 1, True, 0
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(data_parallel_size=replicas, data_parallel_external_lb=external)
         )
@@ -44,11 +44,11 @@ class Engine:
 
 def ask(
     engine: Engine, request: Any, *, path: str = "/v1/completions", status: int = 200, answer: Any = "made",
-    through: Any = SampleFields,
+    through: Any = SampleFields, root: str = "/root", below: str = "/root",
 ) -> tuple[int, Any, list[dict[str, Any]]]:  # fmt: skip
     """Status and content that the client gets, and the requests that reached the application.
 
-    ``through`` makes the middleware around it.
+    ``through`` makes the middleware around it; ``root`` is ``--root-path``, and ``below`` what a proxy left of it.
     """
     made = {"choices": [{"text": "€"}], "usage": {"completion_tokens": 3}} if answer == "made" else answer
     seen: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ def ask(
         sent.append(message)
 
     scope = {
-        "type": "http", "method": "POST", "path": "/root" + path, "root_path": "/root",
+        "type": "http", "method": "POST", "path": below + path, "root_path": root,
         "headers": [(b"content-length", str(len(content)).encode())],
         "app": SimpleNamespace(state=SimpleNamespace(engine_client=engine)),
     }  # fmt: skip
@@ -98,7 +98,7 @@ def ask(
 def test_a_truncated_answer_has_its_kept_mass() -> None:
     """Indices of a JSON or msgpack key; a token drawn beyond the last one, as asynchronous scheduling does, is left."""
     mass = {"0": 0.25, "2": 1 / 3, "1": 0.5, "3": 0.1}
-    engine = Engine({"versions": [7], "kept_mass": mass})
+    engine = Engine({"weights": [[7, 5]], "kept_mass": mass})
     status, found, (request,) = ask(engine, ONE | {"vllm_xargs": {"theirs": 1}})
     assert status == 200 and found["choices"] == [{"text": "€", "kept_mass": [0.25, 0.5, 1 / 3]}]
     assert found["precgraph"] == {"digest": "abc", "weights_version": 7}
@@ -106,14 +106,23 @@ def test_a_truncated_answer_has_its_kept_mass() -> None:
     assert request == ONE | {"vllm_xargs": named, "cache_salt": "7.5"} and len(engine.named[0]) == 16
 
 
+@pytest.mark.parametrize("root", ["", "/", "/v", "/v1/comp", "/root"])
+def test_no_root_path_leads_past_it(root: str) -> None:
+    """The route is found as Starlette's ``get_route_path`` finds it."""
+    for path in PATHS:
+        found = ask(Engine({"weights": [[1, 5]], "kept_mass": {}}), ONE, path=path, root=root, below="")[1]
+        assert found["precgraph"]["weights_version"] == 1
+    assert ask(Engine(), ONE, path="/v1/responses", root=root, below="")[0] == 400
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_without_truncation_it_is_one(path: str) -> None:
-    found = ask(Engine({"versions": [1], "kept_mass": {}}), {"messages": []}, path=path)[1]
+    found = ask(Engine({"weights": [[1, 5]], "kept_mass": {}}), {"messages": []}, path=path)[1]
     assert found["choices"][0]["kept_mass"] == [1.0, 1.0, 1.0] and found["precgraph"]["weights_version"] == 1
 
 
 def test_each_request_has_a_name_of_its_own() -> None:
-    engine = Engine(*[{"versions": [1], "kept_mass": {}}] * 2)
+    engine = Engine(*[{"weights": [[1, 5]], "kept_mass": {}}] * 2)
     names = [ask(engine, ONE | {"vllm_xargs": {RECORD: "forged"}})[2][0]["vllm_xargs"][RECORD] for _ in range(2)]
     assert len({*names, "forged"}) == 3
 
@@ -147,23 +156,30 @@ def test_a_temperature_that_vllm_would_replace_is_refused(temperature: Any) -> N
 
 @pytest.mark.parametrize("temperature", [0, 0.0, 0.01, 1, None, "0.7", "hot", [1], 10**400])
 def test_other_temperatures_are_the_servers(temperature: Any) -> None:
-    assert ask(Engine({"versions": [1], "kept_mass": {}}), ONE | {"temperature": temperature})[0] == 200
+    assert ask(Engine({"weights": [[1, 5]], "kept_mass": {}}), ONE | {"temperature": temperature})[0] == 200
 
 
 @pytest.mark.parametrize("prompt", ["text", ["text"], [[5, 6]], [5, 6]])
 def test_one_prompt_in_every_spelling(prompt: Any) -> None:
     request = {"prompt": prompt, "stream": False, "n": None, "use_beam_search": False}
-    assert ask(Engine({"versions": [1], "kept_mass": {}}), request)[0] == 200
+    assert ask(Engine({"weights": [[1, 5]], "kept_mass": {}}), request)[0] == 200
 
 
 def test_weights_that_changed_are_not_served_as_one_version() -> None:
-    status, found, _ = ask(Engine({"versions": [3, 4], "kept_mass": {}}), ONE)
+    status, found, _ = ask(Engine({"weights": [[3, 5], [4, 5]], "kept_mass": {}}), ONE)
     assert status == 503 and "changed during the request, versions [3, 4]; ask again" in found["error"]["message"]
+
+
+def test_two_updates_of_one_version_are_two_weights() -> None:
+    """Of a trainer that began anew: the second came in the request's midst, or past another server."""
+    for met in ([[3, 5], [3, 6]], [[3, 6]]):
+        status, found, _ = ask(Engine({"weights": met, "kept_mass": {}}), ONE)
+        assert status == 503 and "changed during the request, versions [3, 3]; ask again" in found["error"]["message"]
 
 
 def salt_of(version: int, own: dict[str, Any]) -> Any:
     """The salt that the server gets in place of a client's."""
-    (request,) = ask(Engine({"versions": [version], "kept_mass": {}}), ONE | own)[2]
+    (request,) = ask(Engine({"weights": [[version, 5]], "kept_mass": {}}), ONE | own)[2]
     return request["cache_salt"]
 
 
@@ -183,7 +199,7 @@ def test_a_clients_own_salt_keeps_its_keys_apart_and_may_be_as_long_as_ever() ->
 
 def test_an_answer_of_another_version_than_its_salt_is_not_served() -> None:
     """An update that passed another server: the prompt may have met keys of older weights. The next asks anew."""
-    engine = Engine(*[{"versions": [v], "kept_mass": {}} for v in (3, 4, 4)])
+    engine = Engine(*[{"weights": [[v, 5]], "kept_mass": {}} for v in (3, 4, 4)])
     kept = SampleFields(lambda *_: asyncio.sleep(0))
 
     def served() -> tuple[int, Any, list[dict[str, Any]]]:
@@ -219,7 +235,7 @@ def test_a_missing_record_is_not_taken_for_one() -> None:
     ],
 )  # fmt: skip
 def test_an_answer_of_another_form_is_an_error_with_its_reason(answer: Any, words: str) -> None:
-    engine = Engine({"versions": [1], "kept_mass": {"0": 0.5, "1": 0.5, "2": 0.5}})
+    engine = Engine({"weights": [[1, 5]], "kept_mass": {"0": 0.5, "1": 0.5, "2": 0.5}})
     status, found, _ = ask(engine, ONE, answer=answer)
     assert (status, found["error"]["code"]) == (502, 502) and words in found["error"]["message"]
     assert engine.taken == 1
@@ -227,7 +243,7 @@ def test_an_answer_of_another_form_is_an_error_with_its_reason(answer: Any, word
 
 @pytest.mark.parametrize(("external", "wanted"), [(False, 400), (True, 200)])
 def test_several_engines_behind_a_server(external: bool, wanted: int) -> None:
-    engine = Engine({"versions": [1], "kept_mass": {}}, replicas=2, external=external)
+    engine = Engine({"weights": [[1, 5]], "kept_mass": {}}, replicas=2, external=external)
     status, found, _ = ask(engine, ONE)
     assert status == wanted
     if wanted == 400:
@@ -252,14 +268,14 @@ def test_other_routes_pass() -> None:
 
 
 def test_a_request_that_breaks_off_leaves_no_record() -> None:
-    engine = Engine({"versions": [1], "kept_mass": {"0": 0.5}})
+    engine = Engine({"weights": [[1, 5]], "kept_mass": {"0": 0.5}})
     with pytest.raises(RuntimeError, match="broke off"):
         ask(engine, ONE, answer=RuntimeError("broke off"))
     assert engine.taken == 1
 
 
 def test_a_client_that_has_gone_gets_no_answer() -> None:
-    assert ask(Engine({"versions": [1], "kept_mass": {"0": 0.5}}), ONE, answer=None)[:2] == (200, None)
+    assert ask(Engine({"weights": [[1, 5]], "kept_mass": {"0": 0.5}}), ONE, answer=None)[:2] == (200, None)
 
 
 @pytest.mark.parametrize("path", sorted(UNREAD))
@@ -291,7 +307,7 @@ def test_every_route_of_vllm_that_generates_is_known() -> None:
 
 def test_weights_that_are_not_complete_end_no_engine() -> None:
     """And a worker is asked once after a call that may have changed them, not by each request."""
-    engine, kept = Engine(*[{"versions": [1], "kept_mass": {}}] * 9), SampleFields(lambda *_: asyncio.sleep(0))
+    engine, kept = Engine(*[{"weights": [[1, 5]], "kept_mass": {}}] * 9), SampleFields(lambda *_: asyncio.sleep(0))
 
     def through(application: Any) -> SampleFields:
         kept._app = application
@@ -315,7 +331,7 @@ def test_weights_that_are_not_complete_end_no_engine() -> None:
 
 
 def test_a_request_in_the_midst_of_a_call_asks_and_so_does_one_after_it() -> None:
-    engine = Engine(*[{"versions": [1], "kept_mass": {}}] * 3)
+    engine = Engine(*[{"weights": [[1, 5]], "kept_mass": {}}] * 3)
 
     async def sleeps(scope: Any, receive: Any, send: Any) -> None:
         assert [await served(), await served()] == [200, 200] and engine.asked == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -24,11 +25,11 @@ class Played:
         from precgraph.runtime.vllm.draws import Draws
         from precgraph.runtime.vllm.sampler import ExactSampler
 
-        self.version = 1
+        self.weights = (1, 0)
         self.runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[]), requests={})
         inner: Any = torch.nn.Module()
         inner.logprobs_mode = "processed_logprobs"
-        self.draws = Draws(0, lambda: self.version)
+        self.draws = Draws(0, lambda: self.weights)
         self.sampler = ExactSampler(inner, self.runner, self.draws)
         self.sampler.serving = True
 
@@ -45,8 +46,8 @@ class Played:
         for request, token in zip(self.runner.requests.values(), drawn, strict=True):
             request.output_token_ids += [int(token)] * counted
 
-    def take(self, *names: str) -> dict[str, tuple[set[int], dict[int, float]]]:
-        return {n: (r.versions, r.kept_mass) for n, r in self.draws.take(list(names)).items()}
+    def take(self, *names: str) -> dict[str, tuple[set[tuple[int, int]], dict[int, float]]]:
+        return {n: (r.weights, r.kept_mass) for n, r in self.draws.take(list(names)).items()}
 
 
 def logits(seed: int, rows: int) -> torch.Tensor:
@@ -67,11 +68,13 @@ def test_records_are_taken_one_by_one() -> None:
     played.step(logits(9, 3), counted=False)  # a prefill in chunks draws too; what it draws does not count
     for x in steps:
         played.step(x)
-    assert played.take("A") == {"A": ({1}, {i: kept(x[0], SamplingParams(top_p=0.5)) for i, x in enumerate(steps)})}
+    assert played.take("A") == {
+        "A": ({(1, 0)}, {i: kept(x[0], SamplingParams(top_p=0.5)) for i, x in enumerate(steps)})
+    }
     last = logits(2, 3)
     played.step(last)
     wanted = {i: kept(x[2], SamplingParams(top_k=3)) for i, x in enumerate([*steps, last])}
-    assert played.take("C", "unknown") == {"C": ({1}, wanted)} and all(0 < mass < 1 for mass in wanted.values())
+    assert played.take("C", "unknown") == {"C": ({(1, 0)}, wanted)} and all(0 < mass < 1 for mass in wanted.values())
     assert played.take("A", "C") == {}
 
 
@@ -91,21 +94,25 @@ def test_a_request_that_may_draw_anything_has_a_version_and_no_mass() -> None:
     played.begin("a", "A")
     played.begin("b", "B", temperature=0.0, top_p=0.5)
     played.step(logits(0, 2))
-    assert played.take("A", "B") == {"A": ({1}, {}), "B": ({1}, {})}
+    assert played.take("A", "B") == {"A": ({(1, 0)}, {}), "B": ({(1, 0)}, {})}
 
 
-def test_every_version_of_the_weights_that_a_request_ran_on() -> None:
+def test_all_weights_that_a_request_ran_on() -> None:
     played = Played()
     played.begin("a", "A")
     played.step(logits(0, 1))
-    played.version = 2
+    played.weights = (2, 1)
     played.begin("b", "B")
     played.step(logits(0, 2))
     del played.runner.requests["a"]
-    played.version = 3
+    played.weights = (2, 2)  # another update of the same version
     played.begin("c", "C")
     played.step(logits(0, 2))
-    assert played.take("A", "B", "C") == {"A": ({1, 2}, {}), "B": ({2, 3}, {}), "C": ({3}, {})}
+    assert played.take("A", "B", "C") == {
+        "A": ({(1, 0), (2, 1)}, {}),
+        "B": ({(2, 1), (2, 2)}, {}),
+        "C": ({(2, 2)}, {}),
+    }
 
 
 def test_records_that_nobody_asks_for_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +147,23 @@ def test_masses_that_nobody_asks_for_do_not_pile_up(monkeypatch: pytest.MonkeyPa
     for x in steps:
         played.step(x)
         assert len(played.draws._unread) < 4
-    assert played.take("A") == {"A": ({1}, {i: kept(x[0], SamplingParams(top_p=0.5)) for i, x in enumerate(steps)})}
+    assert played.take("A") == {
+        "A": ({(1, 0)}, {i: kept(x[0], SamplingParams(top_p=0.5)) for i, x in enumerate(steps)})
+    }
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", 2**63), ("top_k", 2**64), ("temperature", 1e19)])
+def test_what_the_draw_would_refuse_is_refused_when_a_request_arrives(name: str, value: Any) -> None:
+    """In a step the error would end the engine, and with it everybody's requests."""
+    from vllm import SamplingParams as VllmParams
+
+    from precgraph.runtime.vllm.params import require_exact
+
+    require_exact(VllmParams(top_k=2**63 - 1))
+    asked = VllmParams()
+    setattr(asked, name, value)  # some versions' constructor refuses a temperature above 2
+    with pytest.raises(InputError, match=rf"^SamplingParams\.{name} must be .*, not {re.escape(str(value))}$"):
+        require_exact(asked)
 
 
 @pytest.mark.parametrize("own", [{SEED: "1"}, {SEED: -1}, {SEED: 2**63}, {SEED: [1]}, {RECORD: 3}, {RECORD: ["a"]}])
@@ -176,7 +199,7 @@ def test_data_parallel_engines_draw_apart() -> None:
         config = SimpleNamespace(
             model_config=SimpleNamespace(seed=seed), parallel_config=SimpleNamespace(data_parallel_index=index)
         )
-        return PrecGraphForCausalLM.draws(SimpleNamespace(), config)._seeds.random()  # type: ignore[arg-type]
+        return PrecGraphForCausalLM.draws(SimpleNamespace(serves=None), config)._seeds.random()  # type: ignore[arg-type]
 
     assert first(0, None) == first(0, 0) == Random(0).random()
     assert len({first(index, seed) for index in range(3) for seed in (0, 1)}) == 6

@@ -29,14 +29,16 @@ PENDING = 4096  # steps whose kept masses stay on the device
 _AHEAD = 64  # random numbers of a request that are made at once
 _log = init_logger("vllm.precgraph")  # below vLLM's own logger, whose level and handlers it shares
 
+Weights = tuple[int, int]  # their version, and the number of the update that brought them: two may have one version
+
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What is noted of a request that asks for it: the versions of the weights that it ran on, and the kept mass by
-    the token's index where top-k or top-p apply.
+    """What is noted of a request that asks for it: the weights that it ran on, and the kept mass by the token's index
+    where top-k or top-p apply.
     """
 
-    versions: set[int] = field(default_factory=set)
+    weights: set[Weights] = field(default_factory=set)
     kept_mass: dict[int, float] = field(default_factory=dict)
 
 
@@ -65,7 +67,7 @@ class _Batch:
     """Requests in the order of their rows; most steps have those of the step before."""
 
     sources: list[int]  # by their identities; the states keep them alive
-    version: int
+    weights: Weights
     states: list[_Request]
     rows: Rows
     recorded: list[tuple[int, Record]]  # rows whose kept mass was asked for
@@ -79,10 +81,10 @@ class Draws:
     that nobody asked for in ``PENDING`` steps.
     """
 
-    def __init__(self, seed: int, version: Callable[[], int]) -> None:
-        """``seed`` is that of requests without one; ``version`` is asked at each step for that of the weights."""
+    def __init__(self, seed: int, weights: Callable[[], Weights]) -> None:
+        """``seed`` is that of requests without one; ``weights`` is asked at each step which there are."""
         self._seeds = random.Random(seed)
-        self._weights_version = version
+        self._weights = weights
         self._requests: dict[str, _Request] = {}
         self._batch: _Batch | None = None
         self._records: dict[str, Record] = {}
@@ -145,16 +147,16 @@ class Draws:
             _log.warning("precgraph: %d records of requests were never asked for, and are dropped", len(dropped))
 
     def _batch_of(self, names: list[str], sources: list[Any], running: Container[str], device: torch.device) -> _Batch:
-        version, identities = self._weights_version(), list(map(id, sources))
-        if self._batch is None or self._batch.sources != identities or self._batch.version != version:
+        weights, identities = self._weights(), list(map(id, sources))
+        if self._batch is None or self._batch.sources != identities or self._batch.weights != weights:
             states = [self._state(*request, running) for request in zip(names, sources, strict=True)]
             noted = [(i, s.record) for i, s in enumerate(states) if s.record is not None]
             for _, record in noted:
-                record.versions.add(version)
+                record.weights.add(weights)
             recorded = [(i, record) for i, record in noted if states[i].params.truncated]
             rows = Rows.of([s.params for s in states], device)
             wanted = max((s.logprobs for s in states if s.logprobs is not None), default=None)
-            self._batch = _Batch(identities, version, states, rows, recorded, wanted)
+            self._batch = _Batch(identities, weights, states, rows, recorded, wanted)
         return self._batch
 
     def _state(self, name: str, source: Any, running: Container[str]) -> _Request:

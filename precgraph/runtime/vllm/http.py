@@ -59,7 +59,7 @@ class SampleFields:
         self._served: Served | None = None  # as a worker last said it
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
+        path = _route(scope)
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
         elif path in PATHS:
@@ -107,7 +107,7 @@ class SampleFields:
             await answer.send(send)
             return
         try:
-            _add(answer, taken["digest"], taken["records"].get(name), served.version)
+            _add(answer, taken["digest"], taken["records"].get(name), served)
         except (StaleWeightsError, UnsupportedModelError) as error:
             self._served = None  # what changed them may have passed another server of this engine
             await _refuse(send, 503, error)
@@ -129,6 +129,13 @@ class SampleFields:
         return self._served
 
 
+def _route(scope: Message) -> str:
+    """The path below ``--root-path``, where whole parts of it are that: the server takes /v1/completions under "/"."""
+    path: str = scope.get("path", "")
+    below = path.removeprefix(scope.get("root_path", ""))
+    return below if below.startswith("/") else path
+
+
 class _Answer:
     """The server's answer, held back."""
 
@@ -147,9 +154,9 @@ class _Answer:
         await send({"type": "http.response.body", "body": self.content})
 
 
-def _add(answer: _Answer, digest: str, record: dict[str, Any] | None, version: int) -> None:
-    """Put the record into the answer. StaleWeightsError unless all its tokens are of this version of the weights, as
-    cached keys are; PrecGraphError for an answer that is none to one completion."""
+def _add(answer: _Answer, digest: str, record: dict[str, Any] | None, served: Served) -> None:
+    """Put the record into the answer. StaleWeightsError unless all its tokens are of these weights, as cached keys are;
+    PrecGraphError for an answer that is none to one completion."""
     try:
         body = json.loads(answer.content)
     except ValueError:
@@ -158,14 +165,16 @@ def _add(answer: _Answer, digest: str, record: dict[str, Any] | None, version: i
         return
     if record is None:
         raise UnsupportedModelError("the engine kept no record of the request", remedy="serve one engine a server")
-    if record["versions"] != [version]:
+    own, met = [served.version, served.update], record["weights"]
+    if met != [own]:
+        versions = [version for version, _ in sorted([own, *(w for w in met if w != own)])]
         raise StaleWeightsError(
-            f"the weights changed during the request, versions {sorted({version, *record['versions']})}",
+            f"the weights changed during the request, versions {versions}",
             remedy="ask again; finish or abort all requests before an update",
         )
     choice, count = _completion(body)
     choice["kept_mass"] = kept_masses(record["kept_mass"], count)
-    body["precgraph"] = {"digest": digest, "weights_version": version}
+    body["precgraph"] = {"digest": digest, "weights_version": served.version}
     answer.content = json.dumps(body).encode()
 
 

@@ -25,7 +25,7 @@ from precgraph.runtime.runner import Runner
 from precgraph.runtime.sampling import MAX_SEED
 from precgraph.runtime.vllm import ARCHITECTURE
 from precgraph.runtime.vllm.config import KEY, recipe_of
-from precgraph.runtime.vllm.draws import Draws
+from precgraph.runtime.vllm.draws import Draws, Weights
 from precgraph.runtime.vllm.quantized import load_quantized
 from precgraph.runtime.vllm.sizes import Sizes, sizes_of
 from precgraph.runtime.vllm.weights import RolloutStore, UnknownNameError, wire
@@ -143,7 +143,7 @@ class PrecGraphForCausalLM(nn.Module):
         seed, index = vllm_config.model_config.seed or 0, vllm_config.parallel_config.data_parallel_index
         if index:
             seed = random.Random(f"{seed}/{index}").randint(0, MAX_SEED)
-        return Draws(seed, lambda: self.compiled.store.version)
+        return Draws(seed, self.serves)
 
     def share(self, trainer: Compiled) -> None:
         """Run on the store of a trainer in this process; its program's weights are this one's."""
@@ -151,6 +151,11 @@ class PrecGraphForCausalLM(nn.Module):
         store.require(program.packs)
         self.compiled.store = store
         self.compiled.runner = Runner(program, store)
+
+    def serves(self) -> Weights:
+        """Which weights there are. Of a trainer's store in this process each update has a version of its own."""
+        store = self.compiled.store
+        return store.version, getattr(store, "installs", 0)
 
     def weights(self) -> dict[str, Tensor]:
         """The tensors that the program reads, by the names under which they travel."""

@@ -59,6 +59,7 @@ def require_exact(params: Any) -> None:
         raise InputError(f"{SEED} = {seed!r} must be an integer from 0 to 2**63 - 1")
     if record is not None and not isinstance(record, str):
         raise InputError(f"{RECORD} = {record!r} must be a string")
+    of_vllm(params)  # a value that only the draw refuses, top_k = 2**63 for one, would end the engine there
 
 
 def of_vllm(params: Any) -> SamplingParams:

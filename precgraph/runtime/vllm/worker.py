@@ -126,8 +126,8 @@ class ExactWorker:
     def precgraph_serving(self) -> list[int] | None:
         """Version of the weights and number of the update that brought them, or None if they may not be served; unlike
         :meth:`precgraph_state` it reads none of them."""
-        store = self._model().compiled.store
-        return None if getattr(store, "invalid", None) else [store.version, getattr(store, "installs", 0)]
+        model = self._model()
+        return None if getattr(model.compiled.store, "invalid", None) else list(model.serves())
 
     @replies
     def precgraph_begin(self, manifest: dict[str, Any]) -> None:
@@ -182,10 +182,8 @@ class ExactWorker:
     def precgraph_take(self, records: list[str]) -> dict[str, Any]:
         """``digest`` of the program, and by their names the records of requests that have ended."""
         taken = self._draws().take(records)
-        return {
-            "digest": self._model().digest,
-            "records": {n: {"versions": sorted(r.versions), "kept_mass": r.kept_mass} for n, r in taken.items()},
-        }
+        found = {n: {"weights": sorted(map(list, r.weights)), "kept_mass": r.kept_mass} for n, r in taken.items()}
+        return {"digest": self._model().digest, "records": found}
 
     @replies
     def precgraph_addresses(self) -> dict[str, int]:

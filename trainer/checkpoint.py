@@ -137,8 +137,10 @@ def save(directory: Path, state: State, *, keep: int = 0) -> Path:
             for name, tensors in zip(_FILES, (state.weights, state.optimizer, state.random), strict=True):
                 save_file({k: v.detach().contiguous() for k, v in tensors.items()}, temporary / name)
             sums = {name: _sha256(temporary / name) for name in _FILES}
-            plain = {name: getattr(state, name) for name in _PLAIN} | {"format": FORMAT, "sha256": sums}
-            (temporary / _STATE).write_text(json.dumps(plain, indent=1), encoding="utf-8")
+            plain = {name: getattr(state, name) for name in _PLAIN}
+            sums[_STATE] = _sha256_of(plain)
+            text = json.dumps(plain | {"format": FORMAT, "sha256": sums}, indent=1)
+            (temporary / _STATE).write_text(text, encoding="utf-8")
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk is one or another, by the version
         raise CheckpointError(
             f"could not save step {state.step}: {error}", path=str(final), remedy=_remedy(directory)
@@ -212,7 +214,15 @@ def _plain(folder: Path, step: int) -> dict[str, Any]:
         raise ValueError(f"state.json is of step {plain['step']}")
     if not all(isinstance(v, list) and all(isinstance(x, int | float) for x in v) for v in plain["trends"].values()):
         raise ValueError("state.json has trends that are no numbers")
+    own = _sha256_of(plain)
+    if plain["sha256"].get(_STATE, own) != own:  # the first checkpoints of this format have none of it
+        raise ValueError("state.json is damaged")
     return plain
+
+
+def _sha256_of(plain: dict[str, Any]) -> str:
+    """Of what ``state.json`` says of a run, however it is laid out."""
+    return hashlib.sha256(json.dumps([plain[name] for name in _PLAIN]).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -143,6 +143,21 @@ def test_a_state_that_save_does_not_write_is_refused(tmp_path: Path, damage: dic
         checkpoint.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"position": 10**6}, {"weights_version": 77}, {"optimizer_steps": 77}, {"digest": "x"}, {"trends": {"a": [1.5]}}],
+)  # fmt: skip
+def test_a_state_with_another_value_is_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+    """Which save may well write, of another run: its data, or its learning rate, would silently be others."""
+    path = checkpoint.save(tmp_path, state(2)) / "state.json"
+    plain = json.loads(path.read_text())
+    path.write_text(json.dumps(plain))  # laid out otherwise
+    assert checkpoint.load(tmp_path).step == 2
+    path.write_text(json.dumps(plain | damage))
+    with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
+        checkpoint.load(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000, "{}"])
 def test_a_state_that_is_no_table_is_refused(tmp_path: Path, text: str) -> None:
     (checkpoint.save(tmp_path, state(2)) / "state.json").write_text(text)

@@ -43,7 +43,7 @@ class StochasticAdamW(torch.optim.Optimizer):
                 raise InputError(
                     f"StochasticAdamW's {name} = {values[name]}", remedy=f"a number from 0, and below {limit}"
                 )
-        for p in self.param_groups[-1]["params"]:
+        for p in group["params"]:
             if p.dtype != torch.bfloat16:
                 raise InputError(
                     f"StochasticAdamW is for bfloat16 parameters, and one of shape {list(p.shape)} is {p.dtype}",

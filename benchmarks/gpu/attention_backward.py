@@ -17,7 +17,7 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -25,9 +25,10 @@ from torch import Tensor
 
 from benchmarks.common.options import need_gpu
 from benchmarks.common.results import Result, append
-from precgraph.lowering.flash_attention import attention, cudnn_backward, flash_backward, unavailable
+from precgraph.lowering import flash_attention_4
+from precgraph.lowering.flash_attention import attention, cudnn_backward, deterministic, flash_backward, unavailable
 from precgraph.ops import AttentionSpec
-from precgraph.runtime.contexts import PackedContext, device_bounds
+from precgraph.runtime.contexts import PackedContext
 
 HEADS, KV_HEADS, WIDTH = 32, 8, 128
 SPEC = AttentionSpec(WIDTH**-0.5, window=0, softcap=0.0, layer=0, heads=HEADS, kv_heads=KV_HEADS, head_dim=WIDTH)
@@ -54,6 +55,7 @@ class Case:
         out, lse = attention(self.q, self.k, self.v, SPEC, context=self.context)
         assert lse is not None  # this context leaves attention to the kernel
         self.out, self.lse = out, lse
+        self.given = self.dy, self.q, self.k, self.v, out, lse, SPEC  # as a kernel of the program takes them
 
     def operands(self, length: int) -> list[Tensor]:
         """q, k, v, out and dy as ``[T / length, length, heads, D]``."""
@@ -72,26 +74,27 @@ def randn(*shape: int) -> Tensor:
 
 
 def program(case: Case) -> Candidates:
-    operands = case.dy, case.q, case.k, case.v, case.out, case.lse, SPEC
-    yield "program: cuDNN", lambda: partial(cudnn_backward, *operands, length=case.length)
-    yield "program: FA2, deterministic", lambda: partial(flash_backward, *operands, context=case.context)
+    yield "program: cuDNN", lambda: partial(cudnn_backward, *case.given, length=case.length)
+    yield "program: FA2, deterministic", lambda: partial(flash_backward, *case.given, context=case.context)
 
 
-def flash4(deterministic: bool, case: Case) -> Candidates:
+def flash4(fixed: bool, case: Case) -> Candidates:
     from flash_attn.cute import interface
 
-    bounds, longest = device_bounds(tuple(case.context.bounds), case.q.device)
-    packing = dict(cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=longest, max_seqlen_k=longest)  # noqa: C408
-    packed, dense = [t[:, 0] for t in case.operands(1)], case.operands(case.length)
+    operands = case.operands(case.length)
 
-    def call(varlen: bool) -> Gradients:
-        operands = (*packed, case.lse.t()) if varlen else (*dense, case.dense_lse())
-        more = packing if varlen else {}
-        dq, dk, dv, *_ = interface._flash_attn_bwd(*operands, SPEC.scale, True, deterministic=deterministic, **more)
+    def dense() -> Gradients:
+        dq, dk, dv, *_ = interface._flash_attn_bwd(
+            *operands, case.dense_lse(), SPEC.scale, True, deterministic=fixed
+        )  # fmt: skip
         return dq, dk, dv
 
-    yield f"FA4 dense{MODES[deterministic]}", lambda: partial(call, False)
-    yield f"FA4 varlen{MODES[deterministic]}", lambda: partial(call, True)
+    def varlen() -> Gradients:
+        with deterministic() if fixed else nullcontext():
+            return flash_attention_4.backward(*case.given, context=case.context)
+
+    yield f"FA4 dense{MODES[fixed]}", lambda: dense
+    yield f"FA4 varlen{MODES[fixed]}", lambda: varlen
 
 
 def cudnn_plans(deterministic: bool, case: Case) -> Candidates:

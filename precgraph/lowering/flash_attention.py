@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType
@@ -172,17 +172,23 @@ def deterministic() -> Iterator[None]:
 # ----------------------------------------------------------------------------------------- records
 
 
-def _spec(node: fx.Node) -> ops.AttentionSpec:
+def spec_of(node: fx.Node) -> ops.AttentionSpec:
+    """The last argument of attention and of its backward."""
     spec = node.args[-1]
     assert isinstance(spec, ops.AttentionSpec)
     return spec
 
 
-def _serves(node: fx.Node) -> bool:
-    p, spec = precision(node), _spec(node)
-    windowed = bool(spec.window) and _name().startswith("fa3-fwd")  # that build leaves windows out
+def is_flash(node: fx.Node, widths: Collection[int]) -> bool:
+    """Whether attention, or its backward, has the numerics of FlashAttention, no softcap and heads of these widths."""
+    p, spec = precision(node), spec_of(node)
     numerics = p.compute == "float32" and p.rule("probabilities") == "bfloat16"
-    return numerics and spec.head_dim in WIDTHS and not windowed and not spec.softcap
+    return numerics and spec.head_dim in widths and not spec.softcap
+
+
+def _serves(node: fx.Node) -> bool:
+    windowed = bool(spec_of(node).window) and _name().startswith("fa3-fwd")  # that build leaves windows out
+    return is_flash(node, WIDTHS) and not windowed
 
 
 def _name() -> str:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from functools import partial
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from precgraph.errors import LoweringError
-from precgraph.graph import precision
+from precgraph.lowering.flash_attention import is_flash
 from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import PackedContext, device_bounds
@@ -62,16 +63,10 @@ def backward(
     return dq, dk, dv
 
 
-def _serves(node: fx.Node) -> bool:
-    p, spec = precision(node), node.args[-1]
-    assert isinstance(spec, AttentionSpec)
-    numerics = p.compute == "float32" and p.rule("probabilities") == "bfloat16"
-    return numerics and spec.head_dim in WIDTHS and not spec.softcap
-
-
 register(
     Kernel(
-        "attention_backward", "flash_attention_4", backward, f"flash-attn-4 {VERSION} backward", _serves,
-        row_invariant=False, deterministic=False, context=True, library=f"flash-attn-4 {VERSION}",
+        "attention_backward", "flash_attention_4", backward, f"flash-attn-4 {VERSION} backward",
+        partial(is_flash, widths=WIDTHS), row_invariant=False, deterministic=False, context=True,
+        library=f"flash-attn-4 {VERSION}",
     )
 )  # fmt: skip

@@ -26,10 +26,10 @@ def checkpointed(model: Any, program: Program) -> frozenset[str]:
     flags = {p: _flag(p, m) for p, m in model.named_modules(remove_duplicate=False) if hasattr(m, _FLAG)}
     # What is no layer may have a module's name by chance: the segment "model" is not the module ``model.model``.
     names = [segment.name for segment in program.segments]
-    layers = tuple(f"{name}." for name in names if LAYER.fullmatch(name))
-    inside = {path: flag for path, flag in flags.items() if path.startswith(layers)}
+    layers = [name for name in names if LAYER.fullmatch(name)]
+    inside = {path: flag for path, flag in flags.items() if path.startswith(tuple(f"{name}." for name in layers))}
     some = any(flag for path, flag in flags.items() if path not in inside)
-    chosen = {name: flags.get(name, some) if LAYER.fullmatch(name) else some for name in names}
+    chosen = {name: flags.get(name, some) if name in layers else some for name in names}
     return frozenset(path for path, flag in {**chosen, **inside}.items() if flag)
 
 

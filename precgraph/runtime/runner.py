@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from precgraph.errors import InputError, NumericsStateError, StaleWeightsError
-from precgraph.lowering.program import Block, Observe, Program, Segment
+from precgraph.lowering.program import Block, Names, Observe, Program, Segment
 from precgraph.quantizer import QTensor
 from precgraph.runtime.store import WeightStore
 
@@ -61,7 +61,7 @@ class Runner:
         with _no_autocast(self.store.device), torch.no_grad():  # none may grow out of the kernels' own operations
             return block.run(self._values(block, values), checked=self.checked)
 
-    def _run_segment(self, segment: Segment, live: dict[str, Any], checkpoint: frozenset[str]) -> None:
+    def _run_segment(self, segment: Segment, live: dict[str, Any], checkpoint: Names) -> None:
         inputs = {n: live[n] for n in (*segment.inputs, "context") if n in live}
         border = [n for n in segment.inputs if n in segment.gradients or n in segment.sinks]
         names = [*border, *segment.parameters]
@@ -75,8 +75,8 @@ class Runner:
         live.update(zip(segment.outputs, results, strict=True))
 
     def forward(
-        self, segment: Segment, wanted: frozenset[str], inputs: Mapping[str, Any], *,
-        checkpoint: frozenset[str] = frozenset(), observe: Observe | None = None,
+        self, segment: Segment, wanted: Names, inputs: Mapping[str, Any], *, checkpoint: Names = frozenset(),
+        observe: Observe | None = None,
     ) -> tuple[list[Any], dict[str, Any]]:  # fmt: skip
         """Outputs of a segment, and what it keeps for the gradients of ``wanted``; ``observe`` is shown every value."""
         block, saved = segment.forward(wanted, checkpoint)
@@ -85,9 +85,8 @@ class Runner:
         return list(results[:count]), dict(zip(saved, results[count:], strict=True))
 
     def backward(
-        self, segment: Segment, wanted: frozenset[str], values: Mapping[str, Any],
-        checkpoint: frozenset[str] = frozenset(),
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self, segment: Segment, wanted: Names, values: Mapping[str, Any], *, checkpoint: Names
+    ) -> dict[str, Tensor]:
         """Gradients of ``wanted`` by name, from what the forward kept and the gradients of the outputs."""
         again, block = segment.again(wanted, checkpoint), segment.backward(wanted)
         made = again.run(self._values(again, values), checked=self.checked)
@@ -114,7 +113,7 @@ class Runner:
                 master.main_grad = grad if before is None else before.add_(grad)  # type: ignore[attr-defined]
                 del result[path]
 
-    def masters_of(self, segment: Segment, wanted: frozenset[str]) -> list[str]:
+    def masters_of(self, segment: Segment, wanted: Names) -> list[str]:
         """Paths of the masters that the segment reads itself, not through a pack."""
         reads = dict.fromkeys((*segment.forward(wanted)[0].inputs, *segment.backward(wanted).inputs))
         return [self._paths[name] for name in reads if name in self._paths]
@@ -141,9 +140,9 @@ class _Call:
     runner: Runner
     segment: Segment
     inputs: Mapping[str, Any] | None  # given up once the forward has run: autograd keeps what is needed
-    checkpoint: frozenset[str]
+    checkpoint: Names
 
-    def begin(self, wanted: frozenset[str]) -> None:
+    def begin(self, wanted: Names) -> None:
         """Remember which weights the forward is about to use."""
         store = self.runner.store
         self.version, self.paths = store.version, self.runner.masters_of(self.segment, wanted)
@@ -209,7 +208,7 @@ class _SegmentFunction(torch.autograd.Function):
             arriving = {
                 segment.gradients[n]: g for n, g in zip(segment.outputs, grads, strict=True) if n in segment.gradients
             }
-            result = runner.backward(segment, ctx.wanted, {**saved, **arriving}, call.checkpoint)
+            result = runner.backward(segment, ctx.wanted, {**saved, **arriving}, checkpoint=call.checkpoint)
             runner.keep_main_gradients(segment, result)
         return (None, None, *(result.get(n) for n in ctx.names))
 

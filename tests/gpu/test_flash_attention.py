@@ -186,9 +186,6 @@ def test_backward_of_equal_lengths() -> None:
     flash = flash_attention.flash_backward(dy, q, k, v, out, lse, spec, context=context)
     for grad, other in zip(fast, flash, strict=True):
         assert 0 < error(grad, other.double()) < 0.02
-    torch.use_deterministic_algorithms(True)
-    try:
+    with flash_attention.deterministic():
         fixed = flash_attention.backward(dy, q, k, v, out, lse, spec, context=context)
-    finally:
-        torch.use_deterministic_algorithms(False)
     assert all(map(torch.equal, fixed, flash))

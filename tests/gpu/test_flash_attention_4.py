@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor
 
 from precgraph.lowering import flash_attention_4
+from precgraph.lowering.flash_attention import deterministic
 from precgraph.machine import installed
 from precgraph.runtime.contexts import PackedContext, cumulative
 from tests.gpu.test_flash_attention import LENGTHS, error, float64, spec_of
@@ -58,17 +57,8 @@ def test_gradients(shape: tuple[int, int, int], pack: str, window: int) -> None:
 
     for grad, value in zip(grads(), wide, strict=True):
         assert value.grad is not None and error(grad, value.grad) < 0.01
-    with fixed_order():
+    with deterministic():
         first = grads()
         assert all(all(map(torch.equal, first, grads())) for _ in range(3))
     for grad, value in zip(first, wide, strict=True):
         assert value.grad is not None and error(grad, value.grad) < 0.01
-
-
-@contextmanager
-def fixed_order() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)

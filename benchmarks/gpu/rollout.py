@@ -4,8 +4,8 @@
 [--layers 36] [--logs DIR]`` prints output tokens/s of the whole run, the second one after a warm-up at the same size,
 with time to first token, memory and start-up. ``bf16`` and ``fp8`` are vLLM as it comes (torch.compile, all CUDA
 graphs, its own choice of runner and attention, ``quantization="fp8_per_block"``); all engines run in a process of their
-own with asynchronous scheduling, and report the sampled tokens' log-probabilities. ``ours-v1`` is ``ours`` on vLLM's V1
-runner; ``schedule`` too, with vLLM's own splits and tiles of attention, fast and not exact: what exactness costs.
+own with asynchronous scheduling, and report the sampled tokens' log-probabilities. ``schedule`` is ``ours`` with vLLM's
+own splits and tiles of attention, fast and not exact: what exactness costs; ``ours-v1`` is on vLLM's V1 runner.
 ``kernels`` compiles DeepGEMM's kernels in parallel before; ``sync`` and ``ipc`` time weight updates in one process and
 between two. With ``--seats`` so many requests run at a time, and end after different numbers of tokens: prompts join
 while others decode. ``--profile decode``, or, of 512 requests, ``prefill``, adds a table of what the card does in such
@@ -34,7 +34,7 @@ ENGINES = ("kernels", "ours", "ours-v1", "schedule", "bf16", "fp8", "sync", "ipc
 NAMES = {
     "ours": "precgraph exact FP8, V2 runner",
     "ours-v1": "precgraph exact FP8, V1 runner",
-    "schedule": "precgraph FP8, vLLM's attention schedule, V1 runner",
+    "schedule": "precgraph FP8, vLLM's attention schedule, V2 runner",
     "bf16": "vLLM BF16",
     "fp8": "vLLM fp8_per_block",
 }
@@ -142,7 +142,7 @@ def start(engine: str, options: argparse.Namespace) -> Any:
         from precgraph.runtime.vllm import RUNNER
         from precgraph.vllm import LLM
 
-        os.environ[RUNNER] = str(int(engine == "ours"))
+        os.environ[RUNNER] = str(int(engine != "ours-v1"))
         if engine == "schedule":
             from benchmarks.common.splits import use_own_schedule
 

@@ -94,7 +94,7 @@ test-gpu-vllm: ## the GPU tests in real vLLM, on both model runners, in the curr
 .PHONY: memcheck-gpu
 memcheck-gpu: ## the kernel tests at small sizes under compute-sanitizer's memcheck, without torch's memory cache
 	@PYTORCH_NO_CUDA_MEMORY_CACHING=1 PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 \
-		$(GPU_PYTHON) -m pytest -m gpu -p no:xdist tests/gpu/test_triton_*.py \
+		$(GPU_PYTHON) -m pytest -m gpu -p no:xdist tests/gpu/test_triton_*.py tests/gpu/test_cuda_wgrad.py \
 		-k '$(MEMCHECK)' $(PYTEST_ARGS)
 
 .PHONY: bench-gpu

@@ -25,7 +25,7 @@ def test_doctor_json() -> None:
     assert data["facts"]["torch"] == torch.__version__
     backends = {b["name"]: b for b in data["backends"]}
     assert backends["reference"]["ok"]
-    assert list(backends) == [*registry.BACKENDS, "flash_attention_4", "flash_attention", "cublas", "vllm"]
+    assert list(backends) == [*registry.BACKENDS, "flash_attention_4", "flash_attention", "cuda", "cublas", "vllm"]
     assert backends["cublas"]["detail"].endswith("(part of deep_gemm)")
     assert {"auto", *registry.BACKENDS} == {*BACKENDS}  # what --help lists
     for backend in backends.values():

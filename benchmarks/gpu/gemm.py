@@ -17,6 +17,7 @@ from benchmarks.common.options import need_gpu
 from benchmarks.common.results import Result, append
 from precgraph.format import Format
 from precgraph.lowering import cublas, deep_gemm
+from precgraph.lowering.cuda import wgrad
 from precgraph.lowering.packs import Fp8Weight
 from precgraph.quantizer import QTensor
 
@@ -71,8 +72,9 @@ def wgrads(dy: Tensor, x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     from precgraph.lowering.triton.quantize import quantize_tokens
 
     left, right, square = quantize_tokens(dy[None], TOKENS), quantize_tokens(x[None], TOKENS), blocks(x)
-    yield "WGrad, program: cuBLASLt", lambda: cublas.fp8_wgrad(left, right)
-    yield "WGrad, fp32: cuBLASLt", lambda: cublas.fp8_wgrad(left, right, torch.float32)
+    yield "WGrad, program", lambda: wgrad.fp8_wgrad(left, right)
+    yield "WGrad, program, fp32", lambda: wgrad.fp8_wgrad(left, right, torch.float32)
+    yield "WGrad, cuBLASLt", lambda: cublas.fp8_wgrad(left, right)
     yield "WGrad, DeepGEMM 1D1D", lambda: deep_gemm.fp8_wgrad(left, right)
     yield "WGrad, x in 128x128", lambda: deep_gemm.fp8_wgrad(left, square)
     yield "WGrad, bf16", lambda: dy.t() @ x

@@ -3,14 +3,15 @@
 FA3 is exact across packing, chunks and decoding if its number of splits and its tile of keys are fixed. One split: with
 several, the order of the sum depends on the batch. The tile of keys depends on three things besides the head width
 (``hopper/tile_size.h``). On ``max_seqlen_q``, for one query counts as not causal: the bound that is passed is never
-below :data:`QUERY_BOUND`. On paging: with widths of 80 and 96 keys must come in one piece; a paged cache gives the same
-bits with those of :data:`PAGED_QUERY_BOUND`, some of which allow a smaller bound, and so a smaller tile of queries. And
-on whether there is a window, which FA3 forgets when no sequence is longer than it: the bound on keys always is. All
-are part of the numerics id.
+below :data:`QUERY_BOUND`; over pages some widths allow a smaller one (:data:`PAGED_QUERY_BOUND`), and so a smaller tile
+of queries. On whether there is a window, which FA3 forgets when no sequence is longer than it: the bound on keys always
+is. And on paging, at widths of 80 and 96: keys in one piece have a tile of 144, those in pages one of 128, and so have
+keys under a window, in one piece too. Where the build has windows, these widths get one that no sequence reaches, so
+that a paged cache gives the bits of keys in one piece. All are part of the numerics id.
 
 The library is vLLM's copy where vLLM is installed, which alone reads paged caches and has sliding windows, else
-``fa3-fwd`` (PyPI). So a trainer and an engine in one environment run one binary; in two environments that hold
-different builds their digests differ.
+``fa3-fwd`` (PyPI), where widths of 80 and 96 keep the tile of 144. So a trainer and an engine in one environment run
+one binary; in two environments that hold different builds their digests differ.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedCon
 
 QUERY_BOUND = 128  # above every length for which FA3 has a tile of its own, for any number of heads in a group
 WIDTHS = (64, 80, 96, 128, 256)  # the head widths whose exactness is tested
-# Widths at which a paged cache gives the bits of keys in one piece, and the least bound on queries that keeps them:
-# where it is 1, paged calls have one tile of keys for any number of queries.
-PAGED_QUERY_BOUND = {64: QUERY_BOUND, 128: 1, 256: 1}
+# The least bound on queries under which a paged cache gives the bits of keys in one piece, by width: where it is 1,
+# paged calls have one tile of keys for any number of queries.
+PAGED_QUERY_BOUND = {64: QUERY_BOUND, 80: 1, 96: 1, 128: 1, 256: 1}
+# Widths at which only a window gives keys in one piece the tile of those in pages, and the tile that they have without.
+WHOLE_TILE = {80: 144, 96: 144}
+# That window where a layer has none. FA3 takes int32: this is longer than any sequence, and the largest power of two to
+# which it can add a sequence's length.
+UNREACHED = 1 << 30
 
 
 @functools.cache
@@ -88,8 +94,9 @@ def forward(
     q: Tensor, call: Varlen, spec: ops.AttentionSpec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``q [T, H, D]`` on the sequences of ``call``: ``out [T, H, D]``, made if not given; log-sum-exp ``[H, T]``."""
-    longest = max(call.longest_query, QUERY_BOUND), max(call.longest_keys, spec.window + 1)
-    window = (spec.window - 1, 0) if spec.window else (-1, -1)
+    size = spec.window or (UNREACHED if spec.head_dim in WHOLE_TILE and _has_windows() else 0)
+    longest = max(call.longest_query, QUERY_BOUND), max(call.longest_keys, size + 1)
+    window = (size - 1, 0) if size else (-1, -1)
     if library()[0] == "fa3_fwd_interface":
         # The operator itself: the package's functions wrap it in two layers of torch's, which cost the host more time
         # than the kernel of a short batch takes.
@@ -187,8 +194,7 @@ def is_flash(node: fx.Node, widths: Collection[int]) -> bool:
 
 
 def _serves(node: fx.Node) -> bool:
-    windowed = bool(spec_of(node).window) and _name().startswith("fa3-fwd")  # that build leaves windows out
-    return is_flash(node, WIDTHS) and not windowed
+    return is_flash(node, WIDTHS) and (_has_windows() or not spec_of(node).window)
 
 
 def _name() -> str:
@@ -198,11 +204,18 @@ def _name() -> str:
         return "fa3-fwd absent"
 
 
+def _has_windows() -> bool:
+    """Whether the build at hand has windows: fa3-fwd leaves them out."""
+    return not _name().startswith("fa3-fwd")
+
+
+def _numerics() -> str:
+    windowed = f", {' and '.join(map(str, WHOLE_TILE))} wide as windowed" if _has_windows() else ""
+    return f"{_name()}: one split, queries >= {QUERY_BOUND}, as unpaged{windowed}"
+
+
 register(
-    Kernel(
-        "attention", "flash_attention", attention, f"{_name()}: one split, queries >= {QUERY_BOUND}, as unpaged",
-        _serves, context=True, library=_name(),
-    ),
+    Kernel("attention", "flash_attention", attention, _numerics(), _serves, context=True, library=_name()),
     Kernel(
         "attention_backward", "flash_attention", backward, f"torch {torch.__version__} cuDNN or flash backward",
         _serves, row_invariant=False, deterministic=False, context=True,

@@ -106,11 +106,11 @@ def test_a_window_is_one_kernel_whatever_the_longest_sequence(shape: tuple[int, 
         assert torch.equal(alone, whole[:, a:b]), b - a
 
 
-@needs_vllm
-@pytest.mark.parametrize("page", [16, 64, 128, 256])
-@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] in flash_attention.PAGED_QUERY_BOUND], ids=str)
-def test_pages_give_the_bits_of_whole_keys(shape: tuple[int, int, int], page: int) -> None:
-    """Under the least bound on queries that the engine may pass: steps of one token, of a few, and of chunks."""
+def steps_over_pages(shape: tuple[int, int, int], page: int, sizes: list[int]) -> Iterator[bool]:
+    """Whether the last so many tokens of sequences that end anywhere have the bits of whole keys, for each size.
+
+    Under the least bound on queries that the engine may pass.
+    """
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
     spec, bounds = spec_of(shape), cumulative(LENGTHS)
@@ -123,7 +123,7 @@ def test_pages_give_the_bits_of_whole_keys(shape: tuple[int, int, int], page: in
         for held, t in zip(cache, (k, v), strict=True):
             held[pages[row, at // page], at % page] = t[0, a:b]
     draw = random.Random(0)
-    for size in [1] * 20 + [2, 5, 15, 16, 17, 33, 100]:
+    for size in sizes:
         stops = [draw.randrange(1, n + 1) for n in LENGTHS]
         starts = [max(0, n - size) for n in stops]
         rows = torch.cat(
@@ -136,7 +136,24 @@ def test_pages_give_the_bits_of_whole_keys(shape: tuple[int, int, int], page: in
             max_seqlen_q=max(*counts, flash_attention.PAGED_QUERY_BOUND[spec.head_dim]),
             max_seqlen_k=max(stops), softmax_scale=spec.scale, causal=True, num_splits=1, fa_version=3,
         )  # fmt: skip
-        assert torch.equal(out, whole[rows]), size
+        yield torch.equal(out, whole[rows])
+
+
+@needs_vllm
+@pytest.mark.parametrize("page", [16, 64, 128, 256])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pages_give_the_bits_of_whole_keys(shape: tuple[int, int, int], page: int) -> None:
+    """Steps of one token, of a few, and of chunks, the last so large that FA3 may fetch pages as it does whole keys."""
+    sizes = [1] * 20 + [2, 5, 15, 16, 17, 33, 100, 300]
+    equal = list(steps_over_pages(shape, page, sizes))
+    assert all(equal), [size for size, same in zip(sizes, equal, strict=True) if not same]
+
+
+@needs_vllm
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] in flash_attention.WHOLE_TILE], ids=str)
+def test_pages_of_whole_tiles_do_not(shape: tuple[int, int, int]) -> None:
+    """Why the engine refuses them: under a large bound on queries FA3 cuts them as it does whole keys."""
+    assert list(steps_over_pages(shape, flash_attention.WHOLE_TILE[shape[0]], [1, 300])) == [True, False]
 
 
 def test_into_a_part_of_a_buffer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+
+from precgraph.errors import UnsupportedModelError
+from precgraph.ops import AttentionSpec
 
 pytestmark = pytest.mark.vllm
 
@@ -86,7 +90,8 @@ def test_each_row_is_written_by_its_own_call(start: int, monkeypatch: pytest.Mon
     def whole(q: Tensor, call: Any, spec: Any, out: Tensor) -> None:
         assert torch.equal(call.keys, key[start:rows]) and torch.equal(call.values, value[start:rows])
         assert torch.equal(q, query[start:rows]) and call.query_bounds is call.key_bounds
-        assert (spec.scale, spec.window, spec.softcap, spec.heads, spec.kv_heads) == (0.5, 0, 0, 4, 2)
+        assert (spec.scale, spec.window, spec.softcap) == (0.5, 0, 0)
+        assert (spec.heads, spec.kv_heads, spec.head_dim) == (4, 2, 8)
         for i, (a, b) in enumerate(pairwise(call.query_bounds.tolist())):
             out[a:b] = 1 + i
 
@@ -154,6 +159,54 @@ def test_no_capture_reads_pages_beyond_the_longest_request(builder: Any) -> None
     step = step_of([(4, 512), (508, 512), (0, 0)])
     builder.build(0, step)
     assert step.seq_lens.tolist() == [300, 300, 0]
+
+
+@pytest.mark.parametrize(("width", "bound"), [(64, 128), (80, 1), (96, 1), (128, 1), (256, 1)])
+def test_a_builder_fixes_what_its_width_needs(width: int, bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One split always; a schedule made ahead only where the length of queries that vLLM makes it for is passed too."""
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+
+    from precgraph.runtime.vllm.attention_gpu import OneSplitBuilder
+
+    def vllms(self: Any, *args: Any) -> None:
+        self.max_num_splits, self.aot_schedule, self.headdim = 32, True, 1
+
+    def made(page: int) -> Any:
+        spec = SimpleNamespace(head_size=width, num_kv_heads=2, block_size=page)
+        return OneSplitBuilder(spec, [], SimpleNamespace(compilation_config=compilation), torch.device("cpu"))
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", vllms)
+    compilation = SimpleNamespace(cudagraph_mode=1, max_cudagraph_capture_size=512)
+    for page in (16, 48, 128, 256):
+        builder = made(page)
+        assert (builder.headdim, builder.query_bound, builder.captured) == (width, bound, 512)
+        assert builder.max_num_splits == 1 and builder.aot_schedule == (bound == 1)
+    for page in (144, 432):
+        if width in (80, 96):
+            with pytest.raises(UnsupportedModelError, match=f"pages of {page} tokens: for heads of width {width}"):
+                made(page)
+        else:
+            made(page)
+
+
+@pytest.mark.parametrize(
+    ("width", "window", "version", "words"),
+    [
+        (80, 0, 3, None), (96, 0, 3, None), (128, 0, 3, None),
+        (80, 64, 3, "a window of 64 keys"), (128, 4096, 3, "a window of 4096 keys"),
+        (72, 0, 3, "heads of width 72"), (192, 0, 3, "heads of width 192"),
+        (96, 0, 2, "FlashAttention 2, the trainer does with 3"), (96, 0, None, "FlashAttention None"),
+    ],
+)  # fmt: skip
+def test_attention_that_pages_would_change_is_refused(
+    width: int, window: int, version: int | None, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from precgraph.runtime.vllm import attention_gpu
+
+    monkeypatch.setattr(attention_gpu, "get_flash_attn_version", lambda head_size: version)
+    spec = AttentionSpec(1.0, window, 0.0, 0, 4, 2, width)
+    with nullcontext() if words is None else pytest.raises(UnsupportedModelError, match=words):
+        attention_gpu.require_exact(spec)
 
 
 @pytest.mark.parametrize("seqs", [1, 3, 16, 64, 256, 1000])

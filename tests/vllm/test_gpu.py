@@ -47,14 +47,16 @@ def largest_difference(actor: Any, samples: Any, params: Any) -> float:
     return worst
 
 
-@pytest.fixture(params=[(128, None), (64, None), (128, 64), (64, 64)], ids=lambda p: f"{p[0]}-{p[1] or 'all'}")
+@pytest.fixture(
+    params=[(128, None), (64, None), (96, None), (128, 64), (64, 64), (80, 64)], ids=lambda p: f"{p[0]}-{p[1] or 'all'}"
+)
 def pair(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
     """By the width of heads, and the largest step that is captured; above it prompts attend to their own keys."""
     width, captured = request.param
     yield from engine(model_of(width), tmp_path, compilation_config={"max_cudagraph_capture_size": captured})
 
 
-@pytest.fixture(params=[128, 64])
+@pytest.fixture(params=[128, 64, 96])
 def short(request: pytest.FixtureRequest, tmp_path: Any) -> Any:
     """Steps are captured that are longer than any request."""
     yield from engine(model_of(request.param), tmp_path, max_model_len=256, max_num_batched_tokens=2048)
@@ -117,17 +119,16 @@ def test_prompts_join_while_others_decode(short: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (lambda: model_of(96), "heads of width 96"),
-        (lambda: model_of(128, sliding_window=64, use_sliding_window=True, max_window_layers=1), "a window of 64 keys"),
-    ],
-    ids=["width", "window"],
+    ("width", "window", "page", "words"),
+    [(96, None, 144, "pages of 144 tokens"), (128, 64, 16, "a window of 64 keys")],
+    ids=["pages", "window"],
 )
-def test_attention_whose_pages_have_other_tiles_is_refused(model: Any, words: str, tmp_path: Any) -> None:
+def test_attention_whose_pages_have_other_tiles_is_refused(
+    width: int, window: int | None, page: int, words: str, tmp_path: Any
+) -> None:
     from precgraph.vllm import LLM
 
-    made = model()
-    made.save_pretrained(tmp_path)
+    model = model_of(width, sliding_window=window, use_sliding_window=window is not None, max_window_layers=1)
+    model.save_pretrained(tmp_path)
     with pytest.raises((UnsupportedModelError, RuntimeError), match=words):
-        LLM(str(tmp_path), actor=precgraph.compile(made.cuda(), "train"), **ENGINE)
+        LLM(str(tmp_path), actor=precgraph.compile(model.cuda(), "train"), block_size=page, **ENGINE)

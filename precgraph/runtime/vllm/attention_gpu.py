@@ -10,6 +10,9 @@ on numbers that vLLM chooses step by step; the builder fixes them for all steps,
 - a schedule made ahead, once for all layers, only where it is one of one split and of the lengths that are passed; no
   cascade, which sums a common prefix apart.
 
+The size of a page is the user's: where whole tiles of keys in one piece fit into it, FA3 may read it in these, which
+at the widths of ``WHOLE_TILE`` are not the trainer's. Such pages are refused.
+
 Prompts of which nothing is in the cache yet (``fresh``) attend as the trainer does, to the step's own keys in one
 piece: over small pages FA3 fetches keys row by row.
 
@@ -38,7 +41,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from precgraph.errors import UnsupportedModelError
 from precgraph.lowering import flash_attention
-from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND
+from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND, WHOLE_TILE
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import OwnAttention, Varlen
 
@@ -55,7 +58,7 @@ def require_exact(spec: AttentionSpec) -> None:
         )
     if spec.head_dim not in PAGED_QUERY_BOUND:
         raise UnsupportedModelError(
-            f"heads of width {spec.head_dim}: FlashAttention-3 has other tiles for a paged cache than for whole keys",
+            f"heads of width {spec.head_dim}: the trainer does not attend with FlashAttention 3, vLLM would",
             remedy=f"widths {', '.join(map(str, PAGED_QUERY_BOUND))} are exact; the embedded engine serves the others",
         )
     if spec.window:
@@ -63,6 +66,17 @@ def require_exact(spec: AttentionSpec) -> None:
             f"a window of {spec.window} keys: over pages, FlashAttention-3 cuts keys into tiles from where a window "
             "begins, not from the first key",
             remedy="the embedded engine serves it",
+        )
+
+
+def require_exact_pages(width: int, page: int) -> None:
+    """UnsupportedModelError for pages of so many tokens that give heads of this width other bits than the trainer's."""
+    tile = WHOLE_TILE.get(width)
+    if tile and page % tile == 0:
+        raise UnsupportedModelError(
+            f"pages of {page} tokens: for heads of width {width}, FlashAttention-3 may read them in tiles of {tile} "
+            "keys, which are not the trainer's",
+            remedy=f"set block_size to 16 or 128, to no multiple of {tile}",
         )
 
 
@@ -97,6 +111,7 @@ class OneSplitBuilder(FlashAttentionMetadataBuilder):  # type: ignore[misc]
         self.max_num_splits = 1
         # What a schedule is made for: vLLM 0.26 takes it from the model's config, later ones from the layers.
         self.headdim, self.num_heads_kv = kv_cache_spec.head_size, kv_cache_spec.num_kv_heads
+        require_exact_pages(self.headdim, kv_cache_spec.block_size)  # here it is what FA3 reads
         self.query_bound = PAGED_QUERY_BOUND[self.headdim]
         self.aot_schedule &= self.query_bound == 1
         self.captured = (compilation.cudagraph_mode and compilation.max_cudagraph_capture_size) or 0

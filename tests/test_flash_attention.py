@@ -1,0 +1,81 @@
+"""What FlashAttention-3 is asked for, without a GPU: the bound on queries, and the window that sets a tile of keys."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from precgraph.lowering import flash_attention
+from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND, QUERY_BOUND, WIDTHS
+from precgraph.ops import AttentionSpec
+from precgraph.runtime.contexts import PackedContext
+
+VLLM, FA3_FWD = ("vllm.vllm_flash_attn", "vllm 0.26.0"), ("fa3_fwd_interface", "fa3-fwd 0.0.3")
+INT32 = 2**31 - 1
+
+
+@pytest.fixture(params=[VLLM, FA3_FWD], ids=["vllm", "fa3-fwd"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The build that is found; its attention only keeps what it was asked for."""
+    asked: list[tuple[int, ...]] = []
+
+    def varlen(q: Any, k: Any, v: Any, *, max_seqlen_q: int, max_seqlen_k: int, window_size: Any, **rest: Any) -> Any:
+        assert rest["causal"] and rest["num_splits"] == 1 and rest["fa_version"] == 3
+        asked.append((max_seqlen_q, max_seqlen_k, *window_size))
+        return q, q
+
+    def operator(*given: Any) -> Any:
+        causal, *window = given[24:27]
+        assert causal is True and given[31] == 1  # one split
+        asked.append((*given[12:14], *window))
+        return given[0], given[0]
+
+    module = SimpleNamespace(flash_attn_varlen_func=varlen, fa3_fwd_cuda=SimpleNamespace(fwd=operator))
+    monkeypatch.setattr(flash_attention, "library", lambda: request.param)
+    monkeypatch.setattr(flash_attention, "_module", lambda: module)
+
+    def call(width: int, window: int = 0, longest: int = 300) -> tuple[int, ...]:
+        """``(longest query, longest keys, left, right)`` for sequences of ``longest`` and 5 tokens."""
+        spec = AttentionSpec(width**-0.5, window, 0.0, 0, 2, 1, width)
+        q, k = (torch.zeros(1, longest + 5, heads, width) for heads in (2, 1))
+        flash_attention.forward(q[0], PackedContext((0, longest, longest + 5)).varlen(0, k, k), spec)
+        return asked.pop()
+
+    return SimpleNamespace(name=request.param[1], call=call)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_window_that_no_sequence_reaches_where_only_windows_have_the_tile_of_pages(library: Any, width: int) -> None:
+    """FA3 forgets a window of ``left >= longest keys - 1``, and adds ``left`` to positions in int32."""
+    queries, keys, left, right = library.call(width)
+    assert queries == 300
+    if library.name.startswith("vllm") and width in (80, 96):
+        assert 100_000_000 < left < keys - 1 and left + 100_000_000 < INT32 and keys <= INT32 and right == 0
+    else:
+        assert (keys, left, right) == (300, -1, -1)
+
+
+@pytest.mark.parametrize("library", [VLLM], indirect=True, ids=["vllm"])
+@pytest.mark.parametrize(("window", "keys"), [(1, 300), (299, 300), (300, 301), (5000, 5001)])
+@pytest.mark.parametrize("width", [80, 128])
+def test_a_layers_own_window_is_passed_and_never_forgotten(library: Any, width: int, window: int, keys: int) -> None:
+    assert library.call(width, window) == (300, keys, window - 1, 0)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_few_queries_have_the_bound_of_many(library: Any, width: int) -> None:
+    assert library.call(width, longest=7)[0] == QUERY_BOUND
+
+
+def test_the_record_says_what_tiles_there_are(library: Any) -> None:
+    """The two builds do not differ in their names alone."""
+    fixed = "one split, queries >= 128, as unpaged"
+    windowed = ", 80 and 96 wide as windowed" if library.name.startswith("vllm") else ""
+    assert flash_attention._numerics() == f"{library.name}: {fixed}{windowed}"
+
+
+def test_pages_are_exact_at_every_width_that_is_served() -> None:
+    assert tuple(PAGED_QUERY_BOUND) == WIDTHS

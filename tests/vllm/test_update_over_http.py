@@ -13,12 +13,14 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import precgraph
+from precgraph.errors import SyncError
 from tests.vllm.conftest import train_step, with_tokenizer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -97,6 +99,22 @@ def test_an_update_and_what_ends_the_use_of_older_keys(checkpoint: Callable[...,
         assert post(address, "/reset_prefix_cache", {}) == {"success": True}
         assert ask() == (0, 0.0)
         assert ask() == (cached, 0.0)
+
+
+@pytest.mark.parametrize(("index", "external", "heard"), [(0, False, True), (1, False, False), (1, True, True)])
+def test_what_an_engine_refuses_whose_reply_is_not_shown(index: int, external: bool, heard: bool) -> None:
+    """Of several behind one server the second's: as a reply it would be lost, and the update complete for the first."""
+    from precgraph.runtime.vllm.worker import ExactWorker
+
+    parallel = SimpleNamespace(data_parallel_index=index, data_parallel_external_lb=external)
+    worker = ExactWorker()
+    worker.vllm_config = SimpleNamespace(parallel_config=parallel)
+    if heard:
+        assert worker.precgraph_update_file("/nowhere")["error"][:2] == ["SyncError", "there is no such file"]
+    else:
+        with pytest.raises(SyncError, match="^/nowhere: there is no such file; write it with"):
+            worker.precgraph_update_file("/nowhere")
+    assert worker.precgraph_abort() == {"value": None}
 
 
 def test_with_the_middleware_neither_older_keys_nor_discarded_weights_are_used(

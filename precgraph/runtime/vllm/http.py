@@ -234,7 +234,7 @@ def _require_temperature(request: dict[str, Any]) -> None:
 
 
 def _require_one_engine(parallel: Any) -> None:
-    """A server asks the first of its engines only."""
+    """A server shows the answer of the first of its engines only."""
     if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
         raise UnsupportedModelError(
             f"data_parallel_size = {parallel.data_parallel_size} behind one server: only the first engine's records "

@@ -16,13 +16,18 @@ Reply = dict[str, Any]
 
 
 def replies(call: Callable[..., Any]) -> Callable[..., Reply]:
-    """The result under ``value``, or a typed error under ``error``."""
+    """A worker's method with its result under ``value``, or a typed error under ``error``.
+
+    It raises the error where nobody would read the reply (``worker.unheard``).
+    """
 
     @functools.wraps(call)
-    def reply(*args: Any, **kwargs: Any) -> Reply:
+    def reply(worker: Any, *args: Any, **kwargs: Any) -> Reply:
         try:
-            return {"value": call(*args, **kwargs)}
+            return {"value": call(worker, *args, **kwargs)}
         except PrecGraphError as error:
+            if worker.unheard:
+                raise
             return {"error": [type(error).__name__, error.message, error.path, error.remedy]}
 
     return reply

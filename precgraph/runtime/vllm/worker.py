@@ -110,6 +110,13 @@ class ExactWorker:
             torch.cuda.empty_cache()
 
     # ----------------------------------------------------------------------------------- calls
+    @property
+    def unheard(self) -> bool:
+        """Whether another engine's reply is shown for this one's: of several behind one server vLLM asks all, shows
+        the first's reply alone, and an exception of any."""
+        parallel = self.vllm_config.parallel_config
+        return parallel.data_parallel_index > 0 and not parallel.data_parallel_external_lb
+
     @replies
     def precgraph_state(self) -> dict[str, Any]:
         """``digest`` of the program that runs, ``version`` and ``checksum`` of the weights that it runs on."""

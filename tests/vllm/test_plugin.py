@@ -102,6 +102,41 @@ def test_all_that_is_imported_of_vllm_is_listed() -> None:
     assert len(imported) > 25 and imported - listed == set()
 
 
+def used_of_configs(source: str) -> set[tuple[str, str]]:
+    """Class and field of all that a file reads or sets in a part of vLLM's configuration: ``x.model_config.y``, and
+    ``z.y`` where ``z = x.model_config``."""
+    tree, held = ast.parse(source), dict[str, str]()
+
+    def part(node: ast.AST) -> str | None:
+        name = node.attr if isinstance(node, ast.Attribute) else held.get(ast.unparse(node))
+        return name if name and name.endswith("_config") else None
+
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign([ast.Tuple(names)], ast.Tuple(values)):
+                held |= {ast.unparse(n): found for n, v in zip(names, values, strict=True) if (found := part(v))}
+            case ast.Assign([ast.Name(name)], value) if found := part(value):
+                held[name] = found
+    attributes = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute))
+    return {(name.title().replace("_", ""), n.attr) for n in attributes if (name := part(n.value))}
+
+
+def test_what_a_file_uses_of_configs() -> None:
+    source = "def f(vllm_config):\n    a, b = vllm_config.model_config, vllm_config.load_config\n    a.c = b.d.e\n"
+    more = "    g = h.i.cache_config\n    return g.j, vllm_config.load_config.k, h.l\n"
+    wanted = {("ModelConfig", "c"), ("LoadConfig", "d"), ("CacheConfig", "j"), ("LoadConfig", "k")}
+    assert used_of_configs(source + more) == wanted
+
+
+def test_all_fields_that_are_used_of_configs_are_listed() -> None:
+    """One that a later vLLM renames could be set and mean nothing: ``disable_cascade_attn``, for one."""
+    files = (Path(precgraph.__file__).parent / "runtime" / "vllm").glob("*.py")
+    listed = {(s.name, field) for s in SYMBOLS if s.module == "vllm.config" for field in s.has}
+    used = {u for file in files for u in used_of_configs(file.read_text())}
+    assert ("ModelConfig", "disable_cascade_attn") in used
+    assert used - listed == set()
+
+
 def test_entry_point_is_a_lazy_string() -> None:
     (found,) = [e for e in entry_points(group="vllm.general_plugins") if e.name == "precgraph"]
     assert found.value == "precgraph.runtime.vllm:register" and found.load() is register

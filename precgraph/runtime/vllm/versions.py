@@ -44,8 +44,21 @@ SYMBOLS: tuple[Symbol, ...] = (
              "speculative_config", "lora_config", "compilation_config", "scheduler_config", "kv_transfer_config",
              "weight_transfer_config"),
     ),
-    Symbol("vllm.config", "ParallelConfig", has=("worker_cls", "data_parallel_index")),
-    Symbol("vllm.config", "CacheConfig", has=("cache_dtype", "kv_offloading_size")),
+    Symbol(
+        "vllm.config", "ModelConfig",
+        has=("model", "hf_config", "hf_config_path", "hf_overrides", "revision", "dtype", "quantization", "seed",
+             "max_model_len", "skip_tokenizer_init", "enforce_eager", "logits_processors", "logprobs_mode",
+             "disable_cascade_attn"),
+    ),
+    Symbol(
+        "vllm.config", "ParallelConfig",
+        has=("worker_cls", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
+             "data_parallel_index", "data_parallel_external_lb"),
+    ),
+    Symbol("vllm.config", "CacheConfig", has=("cache_dtype", "kv_offloading_size", "sliding_window")),
+    Symbol("vllm.config", "SchedulerConfig", has=("max_num_seqs", "max_num_batched_tokens")),
+    Symbol("vllm.config", "LoadConfig", has=("load_format", "model_loader_extra_config")),
+    Symbol("vllm.config", "DeviceConfig", has=("device", "device_type")),
     Symbol("vllm.config", "CompilationMode", has=("NONE",)),
     Symbol(
         "vllm.config", "CompilationConfig",

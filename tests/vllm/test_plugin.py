@@ -280,6 +280,9 @@ def test_what_is_no_option_of_the_plugin_passes() -> None:
 def test_tensor_parallel_is_a_typed_error(checkpoint: Callable[..., Any], start: Callable[..., Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="on each device, .* or vllm serve --data-parallel-size 4$"):
         start(checkpoint("qwen3")[1], tensor_parallel_size=4)
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        with pytest.raises(UnsupportedModelError, match=f"^{name} = 2 .*; run an engine .* --data-parallel-size 2$"):
+            start(checkpoint("qwen3")[1], **{name: 2})
     for size in (None, "2", 0, True):
         with pytest.raises(InputError, match=f"tensor_parallel_size = {size!r} is no number of devices"):
             start(checkpoint("qwen3")[1], tensor_parallel_size=size)

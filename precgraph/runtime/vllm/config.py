@@ -35,6 +35,8 @@ _CHECKED = ContextVar("precgraph: requests are checked before vLLM has them", de
 DIVIDED = {  # what would put one model on several devices, and why it may not
     "tensor_parallel_size": "splits sums, and blocks of 128, in other places than the trainer does",
     "pipeline_parallel_size": "is not supported",
+    "prefill_context_parallel_size": "splits prompts, which attend in one piece in the trainer",
+    "decode_context_parallel_size": "splits the keys of a request, which are summed in one order",
 }
 
 

@@ -52,8 +52,8 @@ SYMBOLS: tuple[Symbol, ...] = (
     ),
     Symbol(
         "vllm.config", "ParallelConfig",
-        has=("worker_cls", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
-             "data_parallel_index", "data_parallel_external_lb"),
+        has=("worker_cls", "tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size",
+             "decode_context_parallel_size", "data_parallel_size", "data_parallel_index", "data_parallel_external_lb"),
     ),
     Symbol("vllm.config", "CacheConfig", has=("cache_dtype", "kv_offloading_size", "sliding_window")),
     Symbol("vllm.config", "SchedulerConfig", has=("max_num_seqs", "max_num_batched_tokens")),

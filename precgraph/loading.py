@@ -29,6 +29,7 @@ from transformers.utils.hub import cached_file
 
 from precgraph.errors import InputError, RoundingWarning, UnsupportedModelError
 from precgraph.gguf_files import parsed_once
+from precgraph.runtime.vllm import ARCHITECTURE
 from precgraph.skeleton import skeleton
 from precgraph.stored import StoredWeights, quantization_table
 from precgraph.tables import read_table
@@ -246,7 +247,8 @@ def _json_config(source: Source) -> Any:
     names = data.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise InputError("the config has no architectures", path=str(source.config), remedy=f"add {_suggestion(kind)}")
-    if names[0] not in _causal_lms(kind):
+    # A config.json may name the plugin's, for vLLM: the model is that of its type all the same.
+    if names[0] not in (*_causal_lms(kind), *([ARCHITECTURE] if _causal_lms(kind) else ())):
         raise _other_class(source, kind, names[0])
     quantization_table(data, str(source.config))
     config = _building(source, lambda: CONFIG_MAPPING[kind].from_dict(dict(data)))

@@ -49,6 +49,21 @@ def test_a_saved_model_loads_with_the_same_bits(name: str, tmp_path: Path) -> No
     assert not loaded.training
 
 
+def test_a_config_that_names_vllms_plugin_is_the_model_of_its_type(tmp_path: Path) -> None:
+    """As docs/vllm.md has it, architecture and recipe in config.json: the trainer reads the same directory."""
+    model = causal_lm("llama")
+    model.save_pretrained(tmp_path)
+    plain = json.loads((tmp_path / "config.json").read_text())
+    own = {"architectures": ["PrecGraphForCausalLM"], "precgraph": "jet_rl"}
+    write(tmp_path, {**plain, **own})
+    loaded = load_model(tmp_path)
+    assert type(loaded) is type(load_config_model(tmp_path)) is type(model)
+    assert all(torch.equal(p, loaded.get_parameter(n)) for n, p in model.named_parameters())
+    write(tmp_path, {**own, "model_type": "t5"})
+    with pytest.raises(UnsupportedModelError, match="PrecGraphForCausalLM is not .*; no model of type 't5' is one"):
+        load_config_model(tmp_path)
+
+
 @pytest.mark.parametrize("name", CAUSAL_LMS)
 def test_a_config_alone_makes_the_same_model_without_weights(name: str, tmp_path: Path) -> None:
     model = causal_lm(name)

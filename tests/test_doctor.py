@@ -25,8 +25,8 @@ def test_doctor_json() -> None:
     assert data["facts"]["torch"] == torch.__version__
     backends = {b["name"]: b for b in data["backends"]}
     assert backends["reference"]["ok"]
-    assert list(backends) == [*registry.BACKENDS, "flash_attention_4", "flash_attention", "cuda", "cublas", "vllm"]
-    assert backends["cublas"]["detail"].endswith("(part of deep_gemm)")
+    assert list(backends) == [*registry.BACKENDS, "flash_attention_4", "flash_attention", "cuda", "vllm"]
+    assert backends["cuda"]["detail"].endswith("(part of deep_gemm)")
     assert {"auto", *registry.BACKENDS} == {*BACKENDS}  # what --help lists
     for backend in backends.values():
         assert backend["ok"] or (backend["detail"] and backend["remedy"])
@@ -47,7 +47,7 @@ def test_doctor_and_check_name_the_cause_on_a_cpu_and_no_remedy_of_a_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rows = {status.name: status for status in machine.backends()}
     assert rows["deep_gemm"].detail == "FP8 GEMMs need compute capability 9.0 (H100, H200), not a CPU"
-    assert rows["deep_gemm"].remedy == rows["cublas"].remedy == registry.TAKE_REFERENCE
+    assert rows["deep_gemm"].remedy == rows["cuda"].remedy == registry.TAKE_REFERENCE
     refused = run("check", config_folder("llama"), "--backend", "deep_gemm")
     assert_error(refused, rows["deep_gemm"].detail, "take the backend reference (--backend reference; in Python ")
 
@@ -65,7 +65,7 @@ def a100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_gpu_without_fp8_is_told_what_is_needed(a100: None) -> None:
     """By doctor and by a build, with a remedy that is one there: a bf16 recipe needs kernels for Hopper, too."""
     rows = {status.name: status for status in machine.backends()}
-    for name in ("deep_gemm", "flash_attention", "cublas"):
+    for name in ("deep_gemm", "flash_attention", "cuda"):
         assert "compute capability 9.0" in rows[name].detail and rows[name].remedy == registry.TAKE_REFERENCE
     words = r"^FP8 GEMMs need compute capability 9\.0 \(H100, H200\), not 8\.0; take the backend reference"
     with pytest.raises(LoweringError, match=words):

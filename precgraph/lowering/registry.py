@@ -74,14 +74,13 @@ _MODULES = {
     "flash_attention": "precgraph.lowering.flash_attention",
     "deep_gemm": "precgraph.lowering.deep_gemm",
     "cuda": "precgraph.lowering.cuda.wgrad",
-    "cublas": "precgraph.lowering.cublas",
 }
 # What a caller can ask for, and the backends that are then asked in turn.
 BACKENDS = {
     "reference": ("reference",),
     "triton": ("triton", "reference"),
     "triton_flash": ("triton", "flash_attention_4", "flash_attention", "reference"),
-    "deep_gemm": ("cuda", "cublas", "deep_gemm", "flash_attention_4", "flash_attention", "triton", "reference"),
+    "deep_gemm": ("cuda", "deep_gemm", "flash_attention_4", "flash_attention", "triton", "reference"),
 }
 AUTO = {"cuda": "deep_gemm"}  # elsewhere the reference
 # The remedy where a kernel cannot run, for those who call and those who type.

@@ -43,6 +43,8 @@ def unavailable(device: torch.device) -> LoweringError | None:
         return LoweringError("cuda-bindings is not installed", remedy="pip install 'precgraph[cuda]'")
     except LoweringError as error:
         return error
+    except (OSError, RuntimeError) as error:
+        return LoweringError(f"NVRTC does not load: {error}", remedy="pip install nvidia-cuda-nvrtc, of torch's CUDA")
     return None
 
 

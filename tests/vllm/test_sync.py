@@ -423,6 +423,26 @@ def test_weights_before_sync_are_refused(apart: tuple[Any, Any]) -> None:
 
 
 @ANY_FAMILY
+def test_a_request_that_still_runs_is_in_no_updates_way(apart: tuple[Any, Any], prompts: list[list[int]]) -> None:
+    """Given to vLLM's engine directly: after the install it would be too late to refuse."""
+    from vllm import SamplingParams as VllmParams
+
+    actor, llm = apart
+    front = llm.engine.llm_engine
+    train_step(actor, 6)
+    actor.sync()
+    state = llm.state()
+    front.add_request("x", {"prompt_token_ids": prompts[1]}, VllmParams(max_tokens=50))
+    front.step()
+    with pytest.raises(SyncError, match=r"^requests are running \(1\), .*; finish or abort them, then sync$"):
+        llm.sync(actor)
+    assert llm.state() == state
+    front.abort_request(["x"])
+    front.step()
+    require_served_anew(actor, llm, prompts, llm.sync(actor))
+
+
+@ANY_FAMILY
 def test_an_interrupted_install_serves_nothing(
     apart: tuple[Any, Any], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,13 +210,19 @@ class LLM:
         Without ``source``: the actor's, in this process, which ``actor.sync()`` has already refreshed in place. With a
         path, or several: files of :func:`save_weights`. With a compiled model: its policy, through ``route`` ``"ipc"``
         (same GPU, CUDA IPC; the default on GPUs) or ``"file"`` (a temporary file). An update that is incomplete,
-        damaged, or another program's is refused with SyncError or DigestError, and the old weights go on serving.
+        damaged, or another program's is refused with SyncError or DigestError, and the old weights go on serving; so is
+        any while requests run that :attr:`engine` was given directly.
         InputError for any other source, and for a route where none is taken.
         """
         self._require_alive()
         compiled = hasattr(source, "precgraph")
         if route is not None and (self._actor is not None or not compiled):
             raise InputError("a route goes with a compiled model, to an engine without an actor", remedy="leave it out")
+        if running := len(self.engine.llm_engine.output_processor.request_states):
+            raise SyncError(
+                f"requests are running ({running}), and keys of the older weights with them",
+                remedy="finish or abort them, then sync",
+            )
         try:
             if self._actor is not None:
                 version = self._version_of(self._actor, source)

@@ -42,7 +42,7 @@ from precgraph.lowering.packs import (
     pad_columns,
     padded,
 )  # fmt: skip
-from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
+from precgraph.lowering.registry import Kernel, not_hopper, register
 from precgraph.quantizer import QTensor
 
 _DISTRIBUTIONS = (("deep_gemm", "sgl-deep-gemm", "0.1."), ("vllm.third_party.deep_gemm", "vllm", "0."))
@@ -68,13 +68,8 @@ def library() -> tuple[str, str]:
 
 def unavailable(device: torch.device) -> LoweringError | None:
     """Why DeepGEMM cannot run on ``device``: another GPU, no library, no compiler."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        on_gpu = device.type == "cuda"
-        found = ".".join(map(str, torch.cuda.get_device_capability(device))) if on_gpu else f"a {device.type.upper()}"
-        return LoweringError(
-            f"FP8 GEMMs need compute capability 9.0 (H100, H200), not {found}",
-            remedy=TAKE_REFERENCE,
-        )
+    if problem := not_hopper("FP8 GEMMs need", device):
+        return problem
     try:
         name = library()[1]
         if compiler() is None:

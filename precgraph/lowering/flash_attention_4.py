@@ -19,7 +19,7 @@ from torch import Tensor
 
 from precgraph.errors import LoweringError
 from precgraph.lowering.flash_attention import is_flash
-from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
+from precgraph.lowering.registry import Kernel, not_hopper, register
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import PackedContext, device_bounds
 
@@ -30,8 +30,8 @@ _INTERFACE = "flash_attn.cute.interface"
 
 def unavailable(device: torch.device) -> LoweringError | None:
     """Why FlashAttention-4 cannot run on ``device``."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return LoweringError("FlashAttention-4's backward serves Hopper GPUs here", remedy=TAKE_REFERENCE)
+    if problem := not_hopper("FlashAttention-4's backward here needs", device):
+        return problem
     remedy = "pip install 'precgraph[flash-attn-4]', or go without: other kernels serve the backward"
     try:
         found = importlib.metadata.version("flash-attn-4")

@@ -23,7 +23,7 @@ from precgraph.lowering.cuda.driver import SWIZZLE, compile_source, kernel, laun
 from precgraph.lowering.fuse import Fusion, register_fusion
 from precgraph.lowering.gemm_nodes import fp8, wgrads
 from precgraph.lowering.packs import adjacent
-from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
+from precgraph.lowering.registry import Kernel, not_hopper, register
 from precgraph.quantizer import QTensor
 
 _SOURCE = "wgrad.cu"
@@ -35,8 +35,8 @@ _STEP = 16  # widths are multiples of this: TMA's step in bytes, and the rows of
 
 def unavailable(device: torch.device) -> LoweringError | None:
     """Why this folder's kernels cannot run on ``device``."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-        return LoweringError("kernels in CUDA C++ need compute capability 9.0 (H100, H200)", remedy=TAKE_REFERENCE)
+    if problem := not_hopper("kernels in CUDA C++ need", device):
+        return problem
     try:
         compile_source(_SOURCE)
     except ImportError:

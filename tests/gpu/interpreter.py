@@ -135,8 +135,9 @@ class Builder(InterpreterBuilder):
 
     def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, *options: Any) -> TensorHandle:
         assert {a.dtype.scalar, b.dtype.scalar} <= NARROW.keys(), "what a tensor core makes of fp32 is not known here"
-        product = np.matmul(decode(a.data, a.dtype.scalar), decode(b.data, b.dtype.scalar))
-        return TensorHandle(product + d.data, d.dtype.scalar)
+        # In fp64, where sums of such products hardly round: the order in which BLAS adds depends on a row's place.
+        left, right = (decode(x.data, x.dtype.scalar).astype(np.float64) for x in (a, b))
+        return TensorHandle(encode(np.matmul(left, right) + d.data, d.dtype.scalar), d.dtype.scalar)
 
     def create_masked_load(self, ptrs: TensorHandle, mask: TensorHandle, *more: Any) -> TensorHandle:
         if not self.loads_anywhere:

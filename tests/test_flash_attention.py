@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from precgraph.lowering import flash_attention
+from precgraph import ops
+from precgraph.lowering import flash_attention, registry
 from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND, QUERY_BOUND, WIDTHS
 from precgraph.ops import AttentionSpec
+from precgraph.passes.pipeline import build
+from precgraph.passes.rewrite import is_call
+from precgraph.recipe import Recipe
 from precgraph.runtime.contexts import PackedContext
+from precgraph.trace import trace
+from tests.families import meta_lm
 
 VLLM, FA3_FWD = ("vllm.vllm_flash_attn", "vllm 0.26.0"), ("fa3_fwd_interface", "fa3-fwd 0.0.3")
 INT32 = 2**31 - 1
@@ -37,9 +44,9 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(flash_attention, "library", lambda: request.param)
     monkeypatch.setattr(flash_attention, "_module", lambda: module)
 
-    def call(width: int, window: int = 0, longest: int = 300) -> tuple[int, ...]:
+    def call(width: int, longest: int = 300) -> tuple[int, ...]:
         """``(longest query, longest keys, left, right)`` for sequences of ``longest`` and 5 tokens."""
-        spec = AttentionSpec(width**-0.5, window, 0.0, 0, 2, 1, width)
+        spec = AttentionSpec(width**-0.5, 0, 0.0, 0, 2, 1, width)
         q, k = (torch.zeros(1, longest + 5, heads, width) for heads in (2, 1))
         flash_attention.forward(q[0], PackedContext((0, longest, longest + 5)).varlen(0, k, k), spec)
         return asked.pop()
@@ -58,11 +65,15 @@ def test_a_window_that_no_sequence_reaches_where_only_windows_have_the_tile_of_p
         assert (keys, left, right) == (300, -1, -1)
 
 
-@pytest.mark.parametrize("library", [VLLM], indirect=True, ids=["vllm"])
-@pytest.mark.parametrize(("window", "keys"), [(1, 300), (299, 300), (300, 301), (5000, 5001)])
-@pytest.mark.parametrize("width", [80, 128])
-def test_a_layers_own_window_is_passed_and_never_forgotten(library: Any, width: int, window: int, keys: int) -> None:
-    assert library.call(width, window) == (300, keys, window - 1, 0)
+@pytest.mark.parametrize("window", [0, 100])
+def test_a_layer_with_a_window_is_served_backwards_alone(window: int) -> None:
+    """Where a chunk begins decides its tiles of keys, and only the forward meets chunks."""
+    graph = build(trace(meta_lm("mistral")).graph, "train", Recipe.jet_rl())
+    for op, served in ((ops.attention, not window), (ops.attention_backward, True)):
+        node = next(n for n in graph if is_call(n, op))
+        node.args = (*node.args[:-1], replace(flash_attention.spec_of(node), head_dim=128, window=window))
+        (kernel,) = registry._KERNELS[op.__name__, "flash_attention"]
+        assert kernel.serves(node) is served
 
 
 @pytest.mark.parametrize("width", WIDTHS)

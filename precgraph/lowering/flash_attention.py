@@ -4,14 +4,18 @@ FA3 is exact across packing, chunks and decoding if its number of splits and its
 several, the order of the sum depends on the batch. The tile of keys depends on three things besides the head width
 (``hopper/tile_size.h``). On ``max_seqlen_q``, for one query counts as not causal: the bound that is passed is never
 below :data:`QUERY_BOUND`; over pages some widths allow a smaller one (:data:`PAGED_QUERY_BOUND`), and so a smaller tile
-of queries. On whether there is a window, which FA3 forgets when no sequence is longer than it: the bound on keys always
-is. And on paging, at widths of 80 and 96: keys in one piece have a tile of 144, those in pages one of 128, and so have
-keys under a window, in one piece too. Where the build has windows, these widths get one that no sequence reaches, so
-that a paged cache gives the bits of keys in one piece. All are part of the numerics id.
+of queries. On paging, at widths of 80 and 96: keys in one piece have a tile of 144, those in pages one of 128. And on
+whether there is a window: under one, these widths have the tile of 128 in one piece too. Where the build has windows,
+they get one that no sequence reaches, so that a paged cache gives the bits of keys in one piece. All are part of the
+numerics id.
 
-The library is vLLM's copy where vLLM is installed, which alone reads paged caches and has sliding windows, else
-``fa3-fwd`` (PyPI), where widths of 80 and 96 keep the tile of 144. So a trainer and an engine in one environment run
-one binary; in two environments that hold different builds their digests differ.
+Under a window that sequences do reach, FA3 is not exact: the first tile of keys begins where the window of the call's
+first query does (``n_offset``), so chunks have other tiles than the whole. Layers with windows attend by a kernel in
+Triton (:mod:`precgraph.lowering.triton.attention`); the backward, which a trainer alone runs, serves them too.
+
+The library is vLLM's copy where vLLM is installed, which alone reads paged caches and knows windows, else ``fa3-fwd``
+(PyPI), where widths of 80 and 96 keep the tile of 144. So a trainer and an engine in one environment run one binary; in
+two environments that hold different builds their digests differ.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 
@@ -31,7 +36,7 @@ from precgraph import ops
 from precgraph.errors import LoweringError
 from precgraph.graph import precision
 from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
-from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext, Varlen, device_bounds, varlen
+from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext, Varlen, attend, device_bounds
 
 QUERY_BOUND = 128  # above every length for which FA3 has a tile of its own, for any number of heads in a group
 WIDTHS = (64, 80, 96, 128, 256)  # the head widths whose exactness is tested
@@ -40,8 +45,8 @@ WIDTHS = (64, 80, 96, 128, 256)  # the head widths whose exactness is tested
 PAGED_QUERY_BOUND = {64: QUERY_BOUND, 80: 1, 96: 1, 128: 1, 256: 1}
 # Widths at which only a window gives keys in one piece the tile of those in pages, and the tile that they have without.
 WHOLE_TILE = {80: 144, 96: 144}
-# That window where a layer has none. FA3 takes int32: this is longer than any sequence, and the largest power of two to
-# which it can add a sequence's length.
+# That window. FA3 takes int32: this is longer than any sequence, and the largest power of two to which it can add a
+# sequence's length. The bound on keys is larger still, or FA3 would forget the window.
 UNREACHED = 1 << 30
 
 
@@ -80,21 +85,18 @@ def _module() -> ModuleType:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spec: ops.AttentionSpec, *, context: AttentionContext | OwnAttention
 ) -> tuple[Tensor, Tensor | None]:
-    """``q [1, T, H, D]``, ``k, v [1, T, Hkv, D]`` bf16 to ``[1, T, H·D]`` and log-sum-exp ``[T, H]`` fp32.
-
-    A context that attends by itself gives no log-sum-exp: nothing in a rollout reads it.
-    """
-    if isinstance(context, OwnAttention):
-        return context.attend(spec.layer, q, k, v), None
-    out, lse = forward(q[0], varlen(context, spec.layer, k, v), spec)
-    return out.flatten(1).unsqueeze(0), lse.t()
+    """``q [1, T, H, D]``, ``k, v [1, T, Hkv, D]`` bf16 to ``[1, T, H·D]`` and log-sum-exp ``[T, H]`` fp32."""
+    return attend(forward, q, k, v, spec, context)
 
 
 def forward(
     q: Tensor, call: Varlen, spec: ops.AttentionSpec, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``q [T, H, D]`` on the sequences of ``call``: ``out [T, H, D]``, made if not given; log-sum-exp ``[H, T]``."""
-    size = spec.window or (UNREACHED if spec.head_dim in WHOLE_TILE and _has_windows() else 0)
+    """``q [T, H, D]`` on the sequences of ``call``: ``out [T, H, D]``, made if not given; log-sum-exp ``[H, T]``.
+
+    ``spec`` has no window.
+    """
+    size = UNREACHED if spec.head_dim in WHOLE_TILE and _has_windows() else 0
     longest = max(call.longest_query, QUERY_BOUND), max(call.longest_keys, size + 1)
     window = (size - 1, 0) if size else (-1, -1)
     if library()[0] == "fa3_fwd_interface":
@@ -194,7 +196,7 @@ def is_flash(node: fx.Node, widths: Collection[int]) -> bool:
 
 
 def _serves(node: fx.Node) -> bool:
-    return is_flash(node, WIDTHS) and (_has_windows() or not spec_of(node).window)
+    return is_flash(node, WIDTHS) and not spec_of(node).window
 
 
 def _name() -> str:
@@ -218,6 +220,6 @@ register(
     Kernel("attention", "flash_attention", attention, _numerics(), _serves, context=True, library=_name()),
     Kernel(
         "attention_backward", "flash_attention", backward, f"torch {torch.__version__} cuDNN or flash backward",
-        _serves, row_invariant=False, deterministic=False, context=True,
+        partial(is_flash, widths=WIDTHS), row_invariant=False, deterministic=False, context=True,
     ),
 )  # fmt: skip

@@ -17,6 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from precgraph.ops import AttentionSpec
+
 
 @dataclass(frozen=True, slots=True)
 class Attended:
@@ -97,6 +99,22 @@ def varlen(context: AttentionContext, layer: int, k: Tensor, v: Tensor) -> Varle
         torch.cat([s.keys[:n] for s, n in zip(calls, seen, strict=True)]),
         torch.cat([s.values[:n] for s, n in zip(calls, seen, strict=True)]),
     )  # fmt: skip
+
+
+def attend(
+    forward: Callable[[Tensor, Varlen, AttentionSpec], tuple[Tensor, Tensor]], q: Tensor, k: Tensor, v: Tensor,
+    spec: AttentionSpec, context: AttentionContext | OwnAttention,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """A variable-length kernel as the operator: ``q [1, T, H, D]``, ``k, v [1, T, Hkv, D]`` to ``[1, T, H·D]`` and
+    log-sum-exp ``[T, H]`` fp32.
+
+    ``forward`` maps ``q [T, H, D]`` to ``[T, H, D]`` and ``[H, T]``. A context that attends by itself gives no
+    log-sum-exp: nothing in a rollout reads it.
+    """
+    if isinstance(context, OwnAttention):
+        return context.attend(spec.layer, q, k, v), None
+    out, lse = forward(q[0], varlen(context, spec.layer, k, v), spec)
+    return out.flatten(1).unsqueeze(0), lse.t()
 
 
 def cumulative(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import pairwise
+from typing import Protocol
 
 import pytest
 import torch
@@ -14,12 +15,21 @@ from torch import Tensor
 
 from precgraph.lowering import flash_attention
 from precgraph.ops import AttentionSpec
-from precgraph.runtime.contexts import Attended, PackedContext, cumulative
+from precgraph.runtime.contexts import Attended, AttentionContext, PackedContext, cumulative
+from tests.gpu.device import DEVICE, sizes
 
 pytestmark = pytest.mark.gpu
 
 LENGTHS = (700, 33, 1, 129, 1024, 300)
 SHAPES = [(128, 32, 8), (128, 16, 16), (64, 9, 3), (64, 32, 8), (80, 32, 32), (96, 32, 32), (96, 24, 8), (256, 8, 4)]
+
+
+class Attention(Protocol):
+    """A kernel that serves any context, but for its way to take one that attends by itself."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, context: AttentionContext
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 @dataclass(frozen=True)
@@ -37,11 +47,11 @@ class Parts:
             row += stop - start
 
 
-def operands(spec: AttentionSpec, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
+def operands(spec: AttentionSpec, lengths: Sequence[int] = LENGTHS) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(0)
     heads = (spec.heads, spec.kv_heads, spec.kv_heads)
     q, k, v = (
-        torch.randn(1, sum(LENGTHS), h, spec.head_dim, generator=generator, device="cuda").bfloat16() for h in heads
+        torch.randn(1, sum(lengths), h, spec.head_dim, generator=generator, device=DEVICE).bfloat16() for h in heads
     )
     return q, k, v
 
@@ -51,7 +61,7 @@ def spec_of(shape: tuple[int, int, int], window: int = 0) -> AttentionSpec:
     return AttentionSpec(width**-0.5, window, 0.0, 0, heads, kv_heads, width)
 
 
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="only vLLM's build has pages and windows")
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="only vLLM's build has pages")
 
 
 def float64(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
@@ -66,44 +76,36 @@ def float64(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     return torch.einsum("hij,jhd->ihd", scores.softmax(-1), v), scores.logsumexp(-1).t()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_do_not_depend_on_the_call(shape: tuple[int, int, int]) -> None:
-    spec, bounds = spec_of(shape), cumulative(LENGTHS)
-    q, k, v = operands(spec)
-    whole, lse = flash_attention.attention(q, k, v, spec, context=PackedContext(bounds))
+def assert_bits_do_not_depend_on_the_call(attention: Attention, spec: AttentionSpec, lengths: Sequence[int]) -> None:
+    """Rows of whole sequences packed, against those of each alone, of chunks, and of single tokens beside chunks."""
+    bounds = cumulative(lengths)
+    q, k, v = operands(spec, lengths)
+    whole, lse = attention(q, k, v, spec, context=PackedContext(bounds))
+    assert lse is not None
     parts = [slice(a, b) for a, b in pairwise(bounds)]
     keys, values = [k[0, p] for p in parts], [v[0, p] for p in parts]
 
     def same(calls: list[tuple[int, int, int]]) -> bool:
-        rows = torch.cat([torch.arange(bounds[i] + a, bounds[i] + b, device="cuda") for i, a, b in calls])
+        rows = torch.cat([torch.arange(bounds[i] + a, bounds[i] + b, device=DEVICE) for i, a, b in calls])
         context = Parts(keys, values, calls)
-        out, again = flash_attention.attention(q[:, rows], k[:, rows], v[:, rows], spec, context=context)
-        return torch.equal(out, whole[:, rows]) and torch.equal(again, lse[rows])
+        out, again = attention(q[:, rows], k[:, rows], v[:, rows], spec, context=context)
+        return again is not None and torch.equal(out, whole[:, rows]) and torch.equal(again, lse[rows])
 
-    assert same([(i, 0, n) for i, n in enumerate(LENGTHS)])
-    assert all(same([(i, 0, n)]) for i, n in enumerate(LENGTHS))
-    for size in (1024, 100, 17, 9):
-        for start in range(0, max(LENGTHS), size * 3):
-            assert same([(i, start, min(start + size, n)) for i, n in enumerate(LENGTHS) if start < n]), size
+    assert same([(i, 0, n) for i, n in enumerate(lengths)])
+    assert all(same([(i, 0, n)]) for i, n in enumerate(lengths))
+    for size in sizes((1024, 100, 17, 9), (100, 17)):
+        for start in range(0, max(lengths), size * 3):
+            assert same([(i, start, min(start + size, n)) for i, n in enumerate(lengths) if start < n]), size
     draw = random.Random(0)
-    for _ in range(20):
-        assert same([(i, p, p + 1) for i, n in enumerate(LENGTHS) for p in [draw.randrange(n)]]), "decode"
-        starts = [(i, draw.randrange(n), n) for i, n in enumerate(LENGTHS)]
+    for _ in range(sizes(20, 1)):
+        assert same([(i, p, p + 1) for i, n in enumerate(lengths) for p in [draw.randrange(n)]]), "decode"
+        starts = [(i, draw.randrange(n), n) for i, n in enumerate(lengths)]
         assert same([(i, p, min(n, p + draw.choice((1, 1, 5, 70)))) for i, p, n in starts]), "chunks beside decode"
 
 
-@needs_vllm
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_window_is_one_kernel_whatever_the_longest_sequence(shape: tuple[int, int, int]) -> None:
-    """FA3 leaves a window out that no sequence of the call exceeds, and would take another tile without one."""
-    spec, bounds = spec_of(shape, window=600), cumulative(LENGTHS)
-    q, k, v = operands(spec)
-    whole, _ = flash_attention.attention(q, k, v, spec, context=PackedContext(bounds))
-    for a, b in pairwise(bounds):
-        alone, _ = flash_attention.attention(
-            q[:, a:b], k[:, a:b], v[:, a:b], spec, context=PackedContext((0, b - a))
-        )  # fmt: skip
-        assert torch.equal(alone, whole[:, a:b]), b - a
+def test_bits_do_not_depend_on_the_call(shape: tuple[int, int, int]) -> None:
+    assert_bits_do_not_depend_on_the_call(flash_attention.attention, spec_of(shape), LENGTHS)
 
 
 def steps_over_pages(shape: tuple[int, int, int], page: int, sizes: list[int]) -> Iterator[bool]:

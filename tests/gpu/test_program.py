@@ -16,8 +16,9 @@ import precgraph
 from precgraph.format import Format
 from precgraph.recipe import Recipe
 from precgraph.runtime.cache import PagedCache
-from precgraph.runtime.engine import run_paged
+from precgraph.runtime.engine import Engine, run_paged
 from precgraph.runtime.logprobs import logprobs_from_logits
+from precgraph.runtime.sampling import SamplingParams
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -30,6 +31,12 @@ CONFIGS: dict[str, tuple[Any, Any]] = {
     "smollm2": (LlamaForCausalLM, LlamaConfig(
         hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3, vocab_size=49152,
         num_hidden_layers=4, tie_word_embeddings=True,
+    )),
+    # Layers without a window, and with one that most sequences exceed.
+    "windows": (Qwen3ForCausalLM, Qwen3Config(
+        hidden_size=1024, intermediate_size=1536, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+        vocab_size=4001, num_hidden_layers=4, tie_word_embeddings=False, use_sliding_window=True, sliding_window=100,
+        max_window_layers=2,
     )),
 }  # fmt: skip
 LENGTHS = (1024, 300, 129, 7, 588)
@@ -99,6 +106,27 @@ def test_trainer_and_rollout_agree_on_every_bit(name: str) -> None:
         assert differing([(i, p, p + 1) for i, n in enumerate(LENGTHS) for p in [draw.randrange(n)]]) == 0
         assert differing([(0, p, p + 1) for p in [draw.randrange(LENGTHS[0])]]) == 0
         assert differing([(i, p, min(n, p + 9)) for i, n in enumerate(LENGTHS) for p in [draw.randrange(n)]]) == 0
+
+
+@pytest.mark.parametrize("name", ["windows", "smollm2"])
+def test_the_engine_samples_with_the_trainers_bits(name: str) -> None:
+    """Prompts longer than a window and shorter, in chunks beside requests that decode; prefixes from the cache."""
+    actor, rollout = pair(name)
+    prompts = [s[:n] for s, n in zip(sequences(name), (500, 299, 99, 7, 250), strict=True)]
+    prompts += [prompts[0][:333], prompts[1]]
+    params = [SamplingParams(40, t, seed=i) for i, t in enumerate((1.0, 0.7, 1.3, 1.0, 0.7, 1.0, 1.0))]
+    engine = Engine(rollout, max_batch_tokens=90)
+    for done, p in zip(engine.generate(prompts, params), params, strict=True):
+        ids = torch.tensor([done.prompt_token_ids + done.token_ids], device="cuda")
+        with torch.no_grad():
+            scores = precgraph.token_logprobs(actor, ids, temperature=p.temperature)[0]
+        assert scores[len(done.prompt_token_ids) - 1 :].tolist() == done.logprobs
+
+
+def test_windows_attend_by_triton_on_both_sides() -> None:
+    for side in pair("windows"):
+        found = [k.backend for k in side.precgraph.kernels().values() if k.op == "attention"]
+        assert sorted(found) == ["flash_attention"] * 2 + ["triton"] * 2
 
 
 def test_a_rollout_on_other_gemms_is_near_and_says_so() -> None:

@@ -1,9 +1,9 @@
 """The Triton backend's records: which nodes its kernels serve, alone and in fusion groups.
 
-Numerics ids are those of the reference where a test has shown the same bits. What has an id of its own: the GEMMs, the
-gradients of norm weights, which are summed over tokens in another order, and ``triton.rope_backward``, which differs
-from ``aten.rope_backward`` in the sign of a zero: autograd adds the zeros of the other half to every gradient, and
--0 + 0 is +0.
+Numerics ids are those of the reference where a test has shown the same bits. What has an id of its own: the GEMMs,
+attention, the gradients of norm weights, which are summed over tokens in another order, and ``triton.rope_backward``,
+which differs from ``aten.rope_backward`` in the sign of a zero: autograd adds the zeros of the other half to every
+gradient, and -0 + 0 is +0.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from precgraph import ops
 from precgraph.errors import LoweringError
 from precgraph.format import Format
 from precgraph.graph import precision, tensor
+from precgraph.lowering.flash_attention import WIDTHS, is_flash, spec_of
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8
 from precgraph.lowering.packs import Fp8Weight, MasterWeight
 from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
-from precgraph.lowering.triton import gated, gemm, norm, norm_backward, quantize, rope
+from precgraph.lowering.triton import attention, gated, gemm, norm, norm_backward, quantize, rope
 from precgraph.lowering.triton.primitives import rule
 from precgraph.quantizer import QTensor
 
@@ -108,6 +109,11 @@ def _gates(node: fx.Node) -> bool:
     return _exact(node) and precision(node).compute == "float32"
 
 
+def _attends(node: fx.Node) -> bool:
+    """Attention under a window, which FlashAttention-3 does not serve."""
+    return is_flash(node, WIDTHS) and bool(spec_of(node).window)
+
+
 def _kernel(op: str, run: Callable[..., Any], numerics: str, serves: Callable[[fx.Node], bool], **more: Any) -> Kernel:
     return Kernel(op, "triton", run, numerics, serves, **more)
 
@@ -121,6 +127,7 @@ register(
     _kernel("lm_head", gemm.bf16_logits, "triton.bf16_tiles128", bf16("float32"), pack=MasterWeight),
     _kernel("linear_dgrad", gemm.bf16_dgrad, "triton.bf16_tiles128", bf16("bfloat16"), pack=MasterWeight),
     _kernel("linear_wgrad", gemm.bf16_wgrad, "triton.bf16_tiles128", bf16("bfloat16"), row_invariant=False),
+    _kernel("attention", attention.attention, "triton.attention_tiles64", _attends, context=True),
     # around them
     _kernel("add", ops.add, "aten.add", _bf16),
     _kernel("quantize", _quantize, "reference.quantize.v1", _quantizes),

@@ -1,9 +1,10 @@
 """Attention on the GPU: vLLM's FlashAttention-3 over its paged cache, one split and one tile of keys at every step.
 
-The program's own kernel is FlashAttention-3 too (:mod:`precgraph.lowering.flash_attention`), in one environment the
-same binary: over pages vLLM calls it, so that its slots and its CUDA graphs are its own affair. The trainer's bits hang
-on numbers that vLLM chooses step by step; the builder fixes them for all steps, captured or not (the engine's setting
-``flash_attn_max_num_splits_for_cuda_graph`` holds for captured ones only):
+The program's own kernel, for the layers without windows that are served here, is FlashAttention-3 too
+(:mod:`precgraph.lowering.flash_attention`), in one environment the same binary: over pages vLLM calls it, so that its
+slots and its CUDA graphs are its own affair. The trainer's bits hang on numbers that vLLM chooses step by step; the
+builder fixes them for all steps, captured or not (the engine's setting ``flash_attn_max_num_splits_for_cuda_graph``
+holds for captured ones only):
 
 - ``max_num_splits = 1``: with several splits the order of a sum over keys depends on the batch.
 - ``max_query_len``: FA3 picks its tiles from it, and for some head widths that of keys, which must not change.
@@ -63,8 +64,8 @@ def require_exact(spec: AttentionSpec) -> None:
         )
     if spec.window:
         raise UnsupportedModelError(
-            f"a window of {spec.window} keys: over pages, FlashAttention-3 cuts keys into tiles from where a window "
-            "begins, not from the first key",
+            f"a window of {spec.window} keys: vLLM would attend with FlashAttention-3, which cuts keys into tiles from "
+            "where a window begins; the trainer's kernel does from the first key",
             remedy="the embedded engine serves it",
         )
 

@@ -35,7 +35,7 @@ from torch import Tensor, fx
 from precgraph import ops
 from precgraph.errors import LoweringError
 from precgraph.graph import precision
-from precgraph.lowering.registry import TAKE_REFERENCE, Kernel, register
+from precgraph.lowering.registry import Kernel, not_hopper, register
 from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext, Varlen, attend, device_bounds
 
 QUERY_BOUND = 128  # above every length for which FA3 has a tile of its own, for any number of heads in a group
@@ -64,8 +64,8 @@ def library() -> tuple[str, str]:
 
 def unavailable(device: torch.device) -> LoweringError | None:
     """Why FA3 cannot run on ``device``."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return LoweringError("FlashAttention-3 needs a Hopper GPU (compute capability 9.0)", remedy=TAKE_REFERENCE)
+    if problem := not_hopper("FlashAttention-3 needs", device):
+        return problem
     try:
         _module()
     except LoweringError as error:

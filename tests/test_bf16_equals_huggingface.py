@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -216,12 +217,34 @@ class Noisy(nn.Module):
         return x + torch.rand_like(x)
 
 
+class TorchAttention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.q, self.dropout = nn.Linear(8, 8).bfloat16(), dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(self.q(x), x, x, is_causal=True, dropout_p=self.dropout)
+
+
+def test_torchs_attention_that_drops_nothing_draws_nothing() -> None:
+    torch.manual_seed(0)
+    module, x = TorchAttention(dropout=0.0), torch.randn(2, 4, 8).bfloat16()
+    compiled = precgraph.compile(copy.deepcopy(module), "train", Recipe.bf16(), example_inputs=(x,))
+    y, dx, gradients = vjp(compiled, x)
+    wanted_y, wanted_dx, wanted = vjp(module, x)
+    assert torch.equal(y, wanted_y)
+    assert dx is not None and wanted_dx is not None and torch.equal(dx, wanted_dx)
+    assert_same_gradients(gradients, wanted)
+
+
 def test_what_has_no_pure_graph_is_refused() -> None:
     example = (torch.ones(1, 4, 8, dtype=torch.bfloat16),)
     with pytest.raises(precgraph.TraceError, match=r"layer.*writes into its argument.*out of place"):
         precgraph.compile(Wrapper(InPlace()), example_inputs=example)
     with pytest.raises(precgraph.UnsupportedModelError, match=r"layer.*random numbers"):
         precgraph.compile(Wrapper(Noisy()), example_inputs=example)
+    with pytest.raises(precgraph.UnsupportedModelError, match=r"layer.*random numbers.*set its dropout to 0"):
+        precgraph.compile(Wrapper(TorchAttention(dropout=0.1)), example_inputs=example)
 
 
 class Wrapper(nn.Module):

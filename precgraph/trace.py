@@ -132,7 +132,8 @@ def _check_examples(model: nn.Module, example_inputs: Sequence[Tensor] | None) -
     for i, x in enumerate(example_inputs):
         if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[-2] < 2:
             raise InputError(f"example_inputs[{i}] must be a tensor [..., tokens, features] with at least 2 tokens")
-    return tuple(example_inputs)
+    # torch.export makes one input of a tensor that is given twice.
+    return tuple(x.clone() if any(x is y for y in example_inputs[:i]) else x for i, x in enumerate(example_inputs))
 
 
 @contextmanager

@@ -317,6 +317,22 @@ def test_rope_that_depends_on_the_length_is_refused(rope: str) -> None:
         precgraph.compile(model)
 
 
+class ThreeInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8).bfloat16()
+
+    def forward(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return self.layer(a) + 2 * b - c
+
+
+def test_one_tensor_may_be_several_example_inputs() -> None:
+    module, x = ThreeInputs(), torch.randn(2, 4, 8).bfloat16()
+    compiled = precgraph.compile(copy.deepcopy(module), recipe=precgraph.Recipe.bf16(), example_inputs=(x, x, x))
+    others = tuple(torch.randn(2, 5, 8).bfloat16() for _ in range(3))
+    assert torch.equal(compiled(*others), module(*others))
+
+
 def test_dropout_is_refused() -> None:
     model = Qwen2ForCausalLM._from_config(config("qwen2", attention_dropout=0.1), dtype=torch.bfloat16)
     with pytest.raises(UnsupportedModelError, match="attention_dropout = 0.1"):

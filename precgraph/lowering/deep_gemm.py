@@ -1,10 +1,11 @@
 """GEMMs on Hopper by DeepGEMM: FP8 for linears (FProp, DGrad, WGrad), bf16 for lm_head and what recipes leave out.
 
-FProp and DGrad run the 1D2D kernel (one operand in groups of 1x128, the weight in 128x128 blocks, bf16 out), WGrad the
-1D1D kernel (both operands in groups of 128 along tokens, fp32 out, rounded once), or 1D2D where a recipe quantises the
-activation in 128x128 blocks. Both add up 128 products in the tensor core, scale the sum and add it to an fp32
-accumulator, group after group: rows do not depend on each other and nothing is split, so results are row-invariant and
-deterministic whatever tile the library picks (a test shows it).
+FProp and DGrad run the 1D2D kernel (one operand in groups of 1x128, the weight in 128x128 blocks, bf16 out), and so
+does WGrad where a recipe quantises the activation in 128x128 blocks. Where both operands are in groups of 128 along
+tokens and :mod:`precgraph.lowering.cuda.wgrad` does not serve, it runs 1D1D (fp32 out, rounded once). Both kernels sum
+128 products in the tensor core, scale the sum and add it to an fp32 accumulator, group after group: rows do not depend
+on each other and nothing is split, so results are row-invariant and deterministic whatever tile the library picks (a
+test shows it).
 
 The library is PyPI's ``sgl-deep-gemm`` (imported as ``deep_gemm``) or the copy inside vLLM. It compiles a kernel for
 every new tile of a weight's shape, about four seconds each, into ``DG_JIT_CACHE_DIR`` (default ``~/.deep_gemm``). Left
@@ -36,7 +37,6 @@ from precgraph.lowering.gemm_nodes import bf16, fp8, wgrads
 from precgraph.lowering.packs import (
     Fp8Weight,
     MasterWeight,
-    adjacent,
     is_whole_stack,
     joined_columns,
     pad_columns,
@@ -169,14 +169,6 @@ def fp8_wgrad_sums(dy: QTensor, x: QTensor) -> Tensor:
     return total
 
 
-def fp8_wgrads(dys: Sequence[QTensor], x: QTensor) -> list[Tensor]:
-    """WGrad of linears that read one value: one GEMM where their gradients lie side by side, rows ``N_i`` each."""
-    joint = adjacent(dys)
-    if joint is None:
-        return [fp8_wgrad(d, x) for d in dys]
-    return list(fp8_wgrad(joint, x).split([d.shape[-1] for d in dys]))
-
-
 def _like(y: Tensor, shape: torch.Size) -> Tensor:
     """``y [M, n]`` with the leading dimensions of ``shape [..., K]``: a view."""
     return y.view(*shape[:-1], y.shape[1])
@@ -282,5 +274,5 @@ register(
 )
 register_fusion(
     Fusion("projections", "deep_gemm", _linears),
-    Fusion("wgrads", "deep_gemm", wgrads(fp8_wgrads, _wgrad_in_fp8)),
+    Fusion("wgrads", "deep_gemm", wgrads(fp8_wgrad, _wgrad_in_fp8)),
 )

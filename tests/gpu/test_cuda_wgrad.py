@@ -8,6 +8,7 @@ from torch import Tensor
 
 from precgraph.format import Format
 from precgraph.lowering import deep_gemm
+from precgraph.lowering.gemm_nodes import joint_wgrads
 from precgraph.quantizer import QTensor, dequantize, quantize
 
 pytest.importorskip("triton")
@@ -60,16 +61,17 @@ def test_operands_in_the_reference_layout() -> None:
     assert torch.equal(wgrad.fp8_wgrad(quantize(dy, TOKENS), quantize(x, TOKENS)), fast)
 
 
-def test_a_group_is_its_members() -> None:
+@pytest.mark.parametrize("tokens", [50, 1000])
+def test_a_group_is_its_members(tokens: int) -> None:
     """Side by side, where one call makes all, and apart, where each is a call."""
-    joint, x = operand(1000, 6144, seed=3), operand(1000, 4096, seed=9)
+    joint, x = operand(tokens, 6144, seed=3), operand(tokens, 4096, seed=9)
     whole, bounds = wgrad.fp8_wgrad(joint, x), [(0, 4096), (4096, 5120), (5120, 6144)]
     members = [
-        QTensor(joint.codes[:, a:b], joint.scales[:, a:b], torch.Size((1, 1000, b - a)), joint.format)
+        QTensor(joint.codes[:, a:b], joint.scales[:, a:b], torch.Size((1, tokens, b - a)), joint.format)
         for a, b in bounds
     ]  # fmt: skip
     for dys in (members, members[::-1]):
-        for dw, dy in zip(wgrad.fp8_wgrads(dys, x), dys, strict=True):
+        for dw, dy in zip(joint_wgrads(wgrad.fp8_wgrad, dys, x), dys, strict=True):
             a, b = bounds[next(i for i, m in enumerate(members) if m is dy)]
             assert torch.equal(dw, whole[a:b])
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from precgraph.format import Format
 from precgraph.lowering import deep_gemm
+from precgraph.lowering.gemm_nodes import joint_wgrads
 from precgraph.lowering.packs import Fp8Weight, MasterWeight
 from precgraph.quantizer import QTensor, dequantize, quantize
 
@@ -102,7 +103,7 @@ def test_a_projection_group_is_its_members(rows: tuple[int, ...], columns: int) 
         assert isinstance(right, Tensor) and error(dgrad[0], right) < ROUNDING
         assert torch.equal(dgrad, deep_gemm.fp8_dgrad([d for d, _ in dys], alone))
         assert error(triton_gemm.fp8_dgrad([d for d, _ in dys], group)[0], right) < ROUNDING
-        wgrads = deep_gemm.fp8_wgrads([d for _, d in dys], saved)
+        wgrads = joint_wgrads(deep_gemm.fp8_wgrad, [d for _, d in dys], saved)
         for dw, (_, dy) in zip(wgrads, dys, strict=True):
             assert torch.equal(dw, deep_gemm.fp8_wgrad(dy, saved))
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,6 @@ from precgraph.graph import tensor
 from precgraph.lowering.cuda.driver import SWIZZLE, compile_source, kernel, launch, tensor_map
 from precgraph.lowering.fuse import Fusion, register_fusion
 from precgraph.lowering.gemm_nodes import fp8, wgrads
-from precgraph.lowering.packs import adjacent
 from precgraph.lowering.registry import Kernel, not_hopper, register
 from precgraph.quantizer import QTensor
 
@@ -39,11 +37,11 @@ def unavailable(device: torch.device) -> LoweringError | None:
         return problem
     try:
         compile_source(_SOURCE)
-    except ImportError:
+    except ModuleNotFoundError:
         return LoweringError("cuda-bindings is not installed", remedy="pip install 'precgraph[cuda]'")
     except LoweringError as error:
         return error
-    except (OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError) as error:
         return LoweringError(f"NVRTC does not load: {error}", remedy="pip install nvidia-cuda-nvrtc, of torch's CUDA")
     return None
 
@@ -51,7 +49,7 @@ def unavailable(device: torch.device) -> LoweringError | None:
 def fp8_wgrad(dy: QTensor, x: QTensor, out: torch.dtype = torch.bfloat16) -> Tensor:
     """``dyᵀ @ x``: ``dy [..., N]``, ``x [..., K]`` in groups of 128 tokens; fp32 sums ``[N, K]`` rounded to ``out``.
 
-    ``out`` is bf16 or fp32.
+    ``out`` is bf16 or fp32; widths are multiples of 16.
     """
     (rows, row_scales), (columns, column_scales) = map(_operand, (dy, x))
     (N, tokens), K, groups = rows.shape, columns.shape[0], row_scales.shape[0]
@@ -75,14 +73,6 @@ def fp8_wgrad(dy: QTensor, x: QTensor, out: torch.dtype = torch.bfloat16) -> Ten
     function = kernel(_SOURCE, name, rows.device, SHARED_MEMORY)
     launch(function, 2 * min(turns, _clusters(rows.device)), THREADS, SHARED_MEMORY, arguments)
     return gradient
-
-
-def fp8_wgrads(dys: Sequence[QTensor], x: QTensor, out: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    """WGrad of linears that read one value: one GEMM where their gradients lie side by side, rows ``N_i`` each."""
-    joint = adjacent(dys)
-    if joint is None:
-        return [fp8_wgrad(d, x, out) for d in dys]
-    return list(fp8_wgrad(joint, x, out).split([d.shape[-1] for d in dys]))
 
 
 def _operand(q: QTensor) -> tuple[Tensor, Tensor]:
@@ -117,19 +107,7 @@ def _serves(out: str) -> Callable[[fx.Node], bool]:
     return serves
 
 
-def _library() -> str:
-    try:
-        return f"cuda-bindings {importlib.metadata.version('cuda-bindings')}"
-    except importlib.metadata.PackageNotFoundError:
-        return "cuda-bindings absent"
-
-
 for _dtype in (torch.bfloat16, torch.float32):
-    _name = str(_dtype).removeprefix("torch.")
-    register(
-        Kernel(
-            "linear_wgrad", "cuda", partial(fp8_wgrad, out=_dtype), "precgraph fp8 1D1D", _serves(_name),
-            row_invariant=False, library=_library(),
-        )
-    )  # fmt: skip
-    register_fusion(Fusion("wgrads", "cuda", wgrads(partial(fp8_wgrads, out=_dtype), _serves(_name))))
+    _run, _served = partial(fp8_wgrad, out=_dtype), _serves(str(_dtype).removeprefix("torch."))
+    register(Kernel("linear_wgrad", "cuda", _run, "precgraph fp8 1D1D", _served, row_invariant=False))
+    register_fusion(Fusion("wgrads", "cuda", wgrads(_run, _served)))

@@ -248,7 +248,7 @@ def _json_config(source: Source) -> Any:
     if not isinstance(names, list) or not names or not all(isinstance(n, str) for n in names):
         raise InputError("the config has no architectures", path=str(source.config), remedy=f"add {_suggestion(kind)}")
     # A config.json may name the plugin's, for vLLM: the model is that of its type all the same.
-    if names[0] not in (*_causal_lms(kind), *([ARCHITECTURE] if _causal_lms(kind) else ())):
+    if not (served := _causal_lms(kind)) or names[0] not in (*served, ARCHITECTURE):
         raise _other_class(source, kind, names[0])
     quantization_table(data, str(source.config))
     config = _building(source, lambda: CONFIG_MAPPING[kind].from_dict(dict(data)))

@@ -61,7 +61,7 @@ def test_operands_in_the_reference_layout() -> None:
     assert torch.equal(wgrad.fp8_wgrad(quantize(dy, TOKENS), quantize(x, TOKENS)), fast)
 
 
-@pytest.mark.parametrize("tokens", [50, 1000])
+@pytest.mark.parametrize("tokens", [50, 900])
 def test_a_group_is_its_members(tokens: int) -> None:
     """Side by side, where one call makes all, and apart, where each is a call."""
     joint, x = operand(tokens, 6144, seed=3), operand(tokens, 4096, seed=9)

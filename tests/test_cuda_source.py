@@ -1,11 +1,10 @@
-"""The CUDA sources compile for Hopper on a machine without a GPU, and their constants are the launcher's."""
+"""The constants of the CUDA source are the launcher's, and a machine without a Hopper GPU is told what it needs."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-import pytest
 import torch
 
 from precgraph.lowering.cuda import driver, wgrad
@@ -17,11 +16,6 @@ def constant(name: str) -> int:
     found = re.search(rf"\b{name} = (\d+)", SOURCE)
     assert found, name
     return int(found[1])
-
-
-def test_it_compiles() -> None:
-    pytest.importorskip("cuda.bindings", reason="needs cuda-bindings, which a CUDA build brings")
-    assert driver.compile_source("wgrad.cu").startswith(b"\x7fELF")
 
 
 def test_the_launcher_agrees_with_the_source() -> None:

@@ -96,6 +96,7 @@ def forward(
 
     ``spec`` has no window.
     """
+    assert not spec.window, "its bits would depend on where a chunk begins"
     size = UNREACHED if spec.head_dim in WHOLE_TILE and _has_windows() else 0
     longest = max(call.longest_query, QUERY_BOUND), max(call.longest_keys, size + 1)
     window = (size - 1, 0) if size else (-1, -1)

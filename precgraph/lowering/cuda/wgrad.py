@@ -1,8 +1,8 @@
 """WGrad of FP8 linears on Hopper, both operands in groups of 128 along tokens: a kernel of our own (``wgrad.cu``).
 
-It adds what DeepGEMM's 1D1D kernel adds, in its order, so the fp32 sums are the same bits. It is faster than that one
-and than cuBLASLt's (``benchmarks/gpu/gemm.py``), because its warpgroups take turns at the tensor core and because the
-result is written once, in its own dtype. Sums do not depend on the schedule: the same bits in every run.
+It adds what DeepGEMM's 1D1D kernel adds, in its order, so the fp32 sums are the same bits. Its warpgroups take turns
+at the tensor core, and the result is written once, in its own dtype: faster than that one and than
+cuBLASLt's (docs/results/speed.md). Sums do not depend on the schedule: the same bits in every run.
 """
 
 from __future__ import annotations

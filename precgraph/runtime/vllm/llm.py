@@ -210,15 +210,16 @@ class LLM:
         Without ``source``: the actor's, in this process, which ``actor.sync()`` has already refreshed in place. With a
         path, or several: files of :func:`save_weights`. With a compiled model: its policy, through ``route`` ``"ipc"``
         (same GPU, CUDA IPC; the default on GPUs) or ``"file"`` (a temporary file). An update that is incomplete,
-        damaged, or another program's is refused with SyncError or DigestError, and the old weights go on serving; so is
-        any while requests run that :attr:`engine` was given directly.
+        damaged, or another program's is refused with SyncError or DigestError, and the old weights go on serving.
+        SyncError, too, while requests run that :attr:`engine` was given directly: with an actor, whose weights are new
+        already, abort them.
         InputError for any other source, and for a route where none is taken.
         """
         self._require_alive()
         compiled = hasattr(source, "precgraph")
         if route is not None and (self._actor is not None or not compiled):
             raise InputError("a route goes with a compiled model, to an engine without an actor", remedy="leave it out")
-        if running := len(self.engine.llm_engine.output_processor.request_states):
+        if running := self.engine.llm_engine.get_num_unfinished_requests():
             raise SyncError(
                 f"requests are running ({running}), and keys of the older weights with them",
                 remedy="finish or abort them, then sync",

@@ -155,6 +155,7 @@ SYMBOLS: tuple[Symbol, ...] = (
     Symbol("vllm.model_executor.model_loader.base_loader", "BaseModelLoader", has=("download_model", "load_weights")),
     Symbol("vllm.v1.engine.core_client", "MPClient", has=("ensure_alive",)),
     Symbol("vllm.v1.engine.llm_engine", "LLMEngine.abort_request", takes=("request_ids", "internal")),
+    Symbol("vllm.v1.engine.llm_engine", "LLMEngine.get_num_unfinished_requests"),
     Symbol("vllm.v1.engine.output_processor", "OutputProcessor.abort_requests", takes=("request_ids", "internal")),
     Symbol("vllm.distributed.parallel_state", "model_parallel_is_initialized"),
     Symbol("vllm.distributed.parallel_state", "get_tp_group"),

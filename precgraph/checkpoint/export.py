@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from precgraph.checkpoint.carried import RECIPE
 from precgraph.checkpoint.fp8 import SCALE, not_finite, quantize_tiled, require_finite
 from precgraph.checkpoint.memory import ModelTensors
 from precgraph.checkpoint.selection import Selection, ignored, select
@@ -25,7 +26,6 @@ from precgraph.recipe import Recipe
 from precgraph.stored import BlockFp8
 from precgraph.weight_files import INDEX, SINGLE, Checkpoint
 
-RECIPE = "precgraph_recipe.toml"
 _COPIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "*.model", "LICENSE*",

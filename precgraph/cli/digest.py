@@ -7,14 +7,14 @@ from typing import Annotated
 import typer
 
 from precgraph.cli.console import choose, guarded, progress, write_json
-from precgraph.cli.model import MODEL, SPEC_HELP, Backend, load_recipe, trace_model
+from precgraph.cli.model import MODEL, Backend, RecipeOption, recipe_for, trace_model
 from precgraph.cli.results import Json
 
 
 @guarded
 def digest(
     model: Annotated[str, MODEL],
-    recipe: Annotated[str, typer.Option("--recipe", metavar="SPEC", help=SPEC_HELP)] = "jet_rl",
+    recipe: RecipeOption = None,
     mode: Annotated[str, typer.Option(help="train or infer; the two are equal for one policy.")] = "train",
     backend: Backend = "auto",
     as_json: Json = False,
@@ -27,7 +27,7 @@ def digest(
     choose("--mode", mode, ("train", "infer"))
     with progress() as step:
         step("reading the recipe")
-        rules = load_recipe(recipe)
+        rules = recipe_for(recipe, model)
         _, traced = trace_model(model, step)
         from precgraph.checking import lowered
         from precgraph.lowering.lower import backend_name, target

@@ -25,6 +25,12 @@ Backend = Annotated[
     str, typer.Option(metavar="NAME", help=f"Kernels to lower for: {', '.join(BACKENDS)}. doctor says which can run.")
 ]
 SPEC_HELP = "A preset (jet_rl, bf16) or a recipe file (.toml; `precgraph recipe jet_rl` writes one to start from)."
+RecipeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe", metavar="SPEC", show_default=False, help=f"{SPEC_HELP} By default what MODEL brings, else jet_rl."
+    ),
+]
 
 SIDE_HELP = (
     f"{SPEC_HELP} Or a stack (te, vllm; `precgraph stacks` lists them), STACK:CONFIG for its own configuration file, "
@@ -43,6 +49,13 @@ def trace_model(model: str | Source, step: Callable[[str], None]) -> tuple[PreTr
     built = load_config_model(source)
     step(f"tracing {type(built).__name__} of {getattr(built.config, 'num_hidden_layers', '?')} layers")
     return built, trace(built)
+
+
+def recipe_for(spec: str | None, model: str) -> Recipe:
+    """The recipe of ``--recipe``; without one that which MODEL brings, or jet_rl."""
+    from precgraph.checkpoint.carried import carried_recipe
+
+    return load_recipe(spec) if spec is not None else carried_recipe(model) or load_recipe("jet_rl")
 
 
 def load_recipe(spec: str) -> Recipe:

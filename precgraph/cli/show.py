@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from precgraph.cli.console import choose, guarded, progress, write_json
-from precgraph.cli.model import MODEL, SPEC_HELP, Backend, load_recipe, trace_model
+from precgraph.cli.model import MODEL, Backend, RecipeOption, recipe_for, trace_model
 from precgraph.errors import InputError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ FORMATS = ("text", "dot", "json")
 def show(
     model: Annotated[str, MODEL],
     mode: Annotated[str, typer.Option(help="The program to show: train or infer.")] = "train",
-    recipe: Annotated[str, typer.Option("--recipe", metavar="SPEC", help=SPEC_HELP)] = "jet_rl",
+    recipe: RecipeOption = None,
     after: Annotated[
         str, typer.Option(metavar="PASS", help="Show the graph after this pass (trace, raise, ..., lower).")
     ] = "lower",
@@ -42,7 +42,7 @@ def show(
         raise InputError("json is always the whole graph", remedy="leave --layer and --all out")
     with progress() as step:
         step("reading the recipe")
-        rules = load_recipe(recipe)
+        rules = recipe_for(recipe, model)
         _require_pass(mode, rules, after)
         _, traced = trace_model(model, step)
         step(f"building the {mode} program")

@@ -58,6 +58,17 @@ def test_an_export_is_served_and_rescored_to_zero(
     llm.shutdown()
 
 
+def test_the_exports_recipe_is_what_runs(start: Callable[..., Any], prompts: list[list[int]], tmp_path: Path) -> None:
+    """Scales of powers of two, for activations too, of which the bytes say nothing."""
+    rules = Recipe.jet_rl().linear
+    powers = {k: replace(getattr(rules, k), scale_dtype="ue8m0") for k in ("activation", "weight")}
+    actor = precgraph.compile(causal_lm("llama"), "train", replace(Recipe.jet_rl(), linear=replace(rules, **powers)))
+    export(actor, tmp_path / "fp8")
+    llm = start(tmp_path / "fp8", digest=actor.precgraph.digest)
+    assert largest_difference(actor, llm.generate(prompts[:4], SamplingParams(max_tokens=6)), 1.0) == 0.0
+    llm.shutdown()
+
+
 def test_changed_codes_are_what_is_served(start: Callable[..., Any], prompts: list[list[int]], tmp_path: Path) -> None:
     """Nothing is quantised again on the way: a checkpoint with one other scale gives other log-probabilities."""
     actor = precgraph.compile(causal_lm("llama"), "train")

@@ -16,6 +16,7 @@ import vllm.platforms
 import vllm.triton_utils
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 
+from precgraph.checkpoint.carried import KEY, read_carried
 from precgraph.errors import InputError, RecipeError, UnsupportedModelError
 from precgraph.recipe import Recipe
 from precgraph.runtime.vllm import RUNNER
@@ -23,7 +24,6 @@ from precgraph.runtime.vllm.arguments import require_whole
 from precgraph.runtime.vllm.sizes import captured_sizes
 from precgraph.runtime.vllm.versions import require_version, v2_processor
 
-KEY = "precgraph"  # in hf_overrides or config.json: the recipe; in additional_config: options of this engine
 OPTIONS = ("digest",)
 WORKERS = {
     "cpu": "precgraph.runtime.vllm.worker_cpu.ExactCPUWorker",
@@ -135,11 +135,7 @@ def recipe_of(hf_config: Any) -> Recipe:
             f"the model's config carries no recipe under {KEY!r}",
             remedy='pass --hf-overrides \'{"architectures": ["PrecGraphForCausalLM"], "precgraph": "jet_rl"}\'',
         )
-    if isinstance(carried, str):
-        return Recipe.preset(carried)
-    if not isinstance(carried, Mapping):
-        raise RecipeError(f"{KEY!r} in the model's config must be a preset's name or a table of rules, not {carried!r}")
-    return Recipe.from_dict(carried)
+    return read_carried(carried)
 
 
 def own_options(additional: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from precgraph.checkpoint.carried import carried_recipe
 from precgraph.errors import DigestError, InputError, PrecGraphError, StaleWeightsError, SyncError
 from precgraph.loading import load_config_model
 from precgraph.recipe import Recipe, require_recipe
@@ -49,10 +50,11 @@ class LLM:
     """vLLM running the rollout program of ``model``, a checkpoint directory (or hub id) with bf16 weights, or a
     directory of ``precgraph export`` with FP8 weights, which are served as the bytes that they are.
 
-    ``recipe`` defaults to the actor's, or :meth:`Recipe.jet_rl`. With ``actor``, a model compiled for training or
-    rollout, the engine runs in this process on the actor's own weight store: ``actor.sync()`` is all that an update
-    takes. Without one it may run in processes of its own, and :meth:`sync` sends weights to it. ``digest``, from
-    ``model.precgraph.digest`` or ``precgraph digest``, is what the engine must run; an actor brings its own.
+    ``recipe`` defaults to the actor's, to the one that an export or a config.json brings, or to :meth:`Recipe.jet_rl`.
+    With ``actor``, a model compiled for training or rollout, the engine runs in this process on the actor's own weight
+    store: ``actor.sync()`` is all that an update takes. Without one it may run in processes of its own, and
+    :meth:`sync` sends weights to it. ``digest``, from ``model.precgraph.digest`` or ``precgraph digest``, is what the
+    engine must run; an actor brings its own.
     ``engine_args`` are those of ``vllm.LLM``; ``engine`` is that object.
 
     Raises UnsupportedModelError (vLLM's version, the model, parallelism that would change sums), RecipeError,
@@ -76,7 +78,7 @@ class LLM:
 
         self._actor = None if actor is None else compiled_of(actor)
         require_recipe(recipe)
-        self.recipe = recipe or (self._actor.recipe if self._actor else Recipe.jet_rl())
+        self.recipe = recipe or (self._actor.recipe if self._actor else carried_recipe(model) or Recipe.jet_rl())
         self._digest = whole_digest(digest, self._actor)
         self._broken: str | None = None
         self._closed = self._asleep = False

@@ -16,6 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from precgraph import ops
 from precgraph.checkpoint import Fp8Checkpoint, layout
+from precgraph.checkpoint.carried import KEY
 from precgraph.errors import InputError, SyncError, UnsupportedModelError
 from precgraph.graph import PrecisionGraph
 from precgraph.loading import load_model, stored_weights
@@ -24,7 +25,7 @@ from precgraph.runtime.places import Places
 from precgraph.runtime.runner import Runner
 from precgraph.runtime.sampling import MAX_SEED
 from precgraph.runtime.vllm import ARCHITECTURE
-from precgraph.runtime.vllm.config import KEY, recipe_of
+from precgraph.runtime.vllm.config import recipe_of
 from precgraph.runtime.vllm.draws import Draws, Weights
 from precgraph.runtime.vllm.quantized import load_quantized
 from precgraph.runtime.vllm.sizes import Sizes, sizes_of

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from precgraph.errors import TraceError, UnsupportedModelError
+from precgraph.graph import arguments, defaults
 
 WRAPPER = "model_"  # attribute under which the wrapper holds the traced module
 # What has no defined value, and what stands for it.
@@ -125,20 +126,13 @@ def require_pure(node: fx.Node) -> None:
             path=where,
             remedy="compute with the tensor",
         )
-    if torch.Tag.nondeterministic_seeded in node.target.tags and _argument(node, node.target, "dropout_p") != 0:
+    draws = torch.Tag.nondeterministic_seeded in node.target.tags
+    if draws and {**defaults(node.target), **arguments(node)}.get("dropout_p") != 0:
         raise UnsupportedModelError(
             f"{node.target} draws random numbers, which have no exact rollout",
             path=where,
             remedy="set its dropout to 0" if "dropout" in str(node.target._schema) else None,
         )
-
-
-def _argument(node: fx.Node, op: torch._ops.OpOverload, name: str) -> Any:
-    """What ``node`` gives its operator as the argument ``name``, the default included; None if there is none such."""
-    for at, argument in enumerate(op._schema.arguments):
-        if argument.name == name:
-            return node.args[at] if at < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
 
 
 def fake(node: fx.Node) -> Tensor:

@@ -279,6 +279,11 @@ def arguments(node: fx.Node) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
+def defaults(op: torch._ops.OpOverload) -> dict[str, Any]:
+    """What the schema of an aten operator says of arguments that are left out, by name."""
+    return {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+
+
 def _record(node: fx.Node) -> Record:
     operands: list[tuple[str, str]] = []
     attributes: dict[str, Any] = {}

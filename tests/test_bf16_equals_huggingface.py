@@ -177,6 +177,16 @@ def test_plain_module_without_input_gradient() -> None:
     )
 
 
+def assert_as_eager(module: nn.Module, x: Tensor) -> None:
+    """Output, the input's gradient and the weights', bit for bit those of the module as it is."""
+    compiled = precgraph.compile(copy.deepcopy(module), "train", Recipe.bf16(), example_inputs=(x,))
+    y, dx, gradients = vjp(compiled, x)
+    wanted_y, wanted_dx, wanted = vjp(module, x)
+    assert torch.equal(y, wanted_y)
+    assert dx is not None and wanted_dx is not None and torch.equal(dx, wanted_dx)
+    assert_same_gradients(gradients, wanted)
+
+
 class StoppedGradients(nn.Module):
     """Every way to stop a gradient: ``no_grad``, ``detach``, an operator without a derivative."""
 
@@ -197,12 +207,7 @@ def test_gradients_stop_where_the_module_stops_them() -> None:
     torch.manual_seed(0)
     module = StoppedGradients().bfloat16()
     x = torch.randn(1, 9, 32).bfloat16()
-    compiled = precgraph.compile(copy.deepcopy(module), "train", Recipe.bf16(), example_inputs=(x,))
-    y, dx, gradients = vjp(compiled, x)
-    wanted_y, wanted_dx, wanted = vjp(module, x)
-    assert torch.equal(y, wanted_y)
-    assert dx is not None and wanted_dx is not None and torch.equal(dx, wanted_dx)
-    assert_same_gradients(gradients, wanted)
+    assert_as_eager(module, x)
 
 
 class InPlace(nn.Module):
@@ -229,12 +234,7 @@ class TorchAttention(nn.Module):
 def test_torchs_attention_that_drops_nothing_draws_nothing() -> None:
     torch.manual_seed(0)
     module, x = TorchAttention(dropout=0.0), torch.randn(2, 4, 8).bfloat16()
-    compiled = precgraph.compile(copy.deepcopy(module), "train", Recipe.bf16(), example_inputs=(x,))
-    y, dx, gradients = vjp(compiled, x)
-    wanted_y, wanted_dx, wanted = vjp(module, x)
-    assert torch.equal(y, wanted_y)
-    assert dx is not None and wanted_dx is not None and torch.equal(dx, wanted_dx)
-    assert_same_gradients(gradients, wanted)
+    assert_as_eager(module, x)
 
 
 def test_what_has_no_pure_graph_is_refused() -> None:

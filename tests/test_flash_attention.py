@@ -11,7 +11,8 @@ import torch
 
 from precgraph import ops
 from precgraph.lowering import flash_attention, registry
-from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND, QUERY_BOUND, WIDTHS
+from precgraph.lowering.attention_nodes import WIDTHS, spec_of
+from precgraph.lowering.flash_attention import PAGED_QUERY_BOUND, QUERY_BOUND
 from precgraph.ops import AttentionSpec
 from precgraph.passes.pipeline import build
 from precgraph.passes.rewrite import is_call
@@ -71,7 +72,7 @@ def test_a_layer_with_a_window_is_served_backwards_alone(window: int) -> None:
     graph = build(trace(meta_lm("mistral")).graph, "train", Recipe.jet_rl())
     for op, served in ((ops.attention, not window), (ops.attention_backward, True)):
         node = next(n for n in graph if is_call(n, op))
-        node.args = (*node.args[:-1], replace(flash_attention.spec_of(node), head_dim=128, window=window))
+        node.args = (*node.args[:-1], replace(spec_of(node), head_dim=128, window=window))
         (kernel,) = registry._KERNELS[op.__name__, "flash_attention"]
         assert kernel.serves(node) is served
 

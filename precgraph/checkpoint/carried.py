@@ -12,7 +12,7 @@ from precgraph.recipe import Recipe
 from precgraph.tables import read_table
 
 RECIPE = "precgraph_recipe.toml"  # of an export
-KEY = "precgraph"  # of a config.json
+KEY = "precgraph"  # of a config.json, and of the tables that vLLM hands to its plugin
 
 
 def carried_recipe(model: str | Path) -> Recipe | None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -34,12 +34,11 @@ from torch import Tensor, fx
 
 from precgraph import ops
 from precgraph.errors import LoweringError
-from precgraph.graph import precision
+from precgraph.lowering.attention_nodes import WIDTHS, is_flash, spec_of
 from precgraph.lowering.registry import Kernel, not_hopper, register
 from precgraph.runtime.contexts import AttentionContext, OwnAttention, PackedContext, Varlen, attend, device_bounds
 
 QUERY_BOUND = 128  # above every length for which FA3 has a tile of its own, for any number of heads in a group
-WIDTHS = (64, 80, 96, 128, 256)  # the head widths whose exactness is tested
 # The least bound on queries under which a paged cache gives the bits of keys in one piece, by width: where it is 1,
 # paged calls have one tile of keys for any number of queries.
 PAGED_QUERY_BOUND = {64: QUERY_BOUND, 80: 1, 96: 1, 128: 1, 256: 1}
@@ -180,20 +179,6 @@ def deterministic() -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------------------- records
-
-
-def spec_of(node: fx.Node) -> ops.AttentionSpec:
-    """The last argument of attention and of its backward."""
-    spec = node.args[-1]
-    assert isinstance(spec, ops.AttentionSpec)
-    return spec
-
-
-def is_flash(node: fx.Node, widths: Collection[int]) -> bool:
-    """Whether attention, or its backward, has the numerics of FlashAttention, no softcap and heads of these widths."""
-    p, spec = precision(node), spec_of(node)
-    numerics = p.compute == "float32" and p.rule("probabilities") == "bfloat16"
-    return numerics and spec.head_dim in widths and not spec.softcap
 
 
 def _serves(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from precgraph.errors import LoweringError
-from precgraph.lowering.flash_attention import is_flash
+from precgraph.lowering.attention_nodes import is_flash
 from precgraph.lowering.registry import Kernel, not_hopper, register
 from precgraph.ops import AttentionSpec
 from precgraph.runtime.contexts import PackedContext, device_bounds

@@ -121,10 +121,11 @@ def unavailable(name: str, device: torch.device) -> LoweringError | None:
 
 def not_hopper(needs: str, device: torch.device) -> LoweringError | None:
     """That ``needs`` (``"FP8 GEMMs need"``) a Hopper GPU, where ``device`` is none."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
-        return None
-    on_gpu = device.type == "cuda"
-    found = ".".join(map(str, torch.cuda.get_device_capability(device))) if on_gpu else f"a {device.type.upper()}"
+    found = f"a {device.type.upper()}"
+    if device.type == "cuda":
+        found = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        if found == "9.0":
+            return None
     return LoweringError(f"{needs} compute capability 9.0 (H100, H200), not {found}", remedy=TAKE_REFERENCE)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from precgraph.format import Format
-from precgraph.graph import Record
+from precgraph.graph import Record, defaults
 
 # A rule that selects kernels and says nothing that the numerics ids, once there, do not.
 _SELECTS_KERNEL = "rule.arithmetic"
@@ -87,15 +87,14 @@ def _attributes(t: Record, i: Record) -> Iterator[Difference]:
 
 def _normal(record: Record) -> dict[str, Any]:
     """The attributes, with the defaults of aten's schemas filled in."""
-    defaults = _defaults(record.op) if record.op.startswith("aten.") else {}
-    return {**defaults, **record.attributes}
+    filled = _defaults(record.op) if record.op.startswith("aten.") else {}
+    return {**filled, **record.attributes}
 
 
 @functools.cache
 def _defaults(op: str) -> dict[str, Any]:
     _, packet, overload = op.split(".")
-    schema = getattr(getattr(torch.ops.aten, packet), overload)._schema
-    return {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    return defaults(getattr(getattr(torch.ops.aten, packet), overload))
 
 
 def _unequal(name: str, a: object, b: object) -> Iterator[Difference]:

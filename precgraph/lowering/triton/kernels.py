@@ -19,7 +19,7 @@ from precgraph import ops
 from precgraph.errors import LoweringError
 from precgraph.format import Format
 from precgraph.graph import precision, tensor
-from precgraph.lowering.flash_attention import WIDTHS, is_flash, spec_of
+from precgraph.lowering.attention_nodes import WIDTHS, is_flash, spec_of
 from precgraph.lowering.fuse import Fused, Fusion, Of, register_fusion
 from precgraph.lowering.gemm_nodes import bf16, fp8
 from precgraph.lowering.packs import Fp8Weight, MasterWeight
